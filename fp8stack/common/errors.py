@@ -98,7 +98,7 @@ def described(value: object) -> str:
 
 def unknown(kind: str, name: object, names: Iterable[str], meant: str | None = None) -> UserError:
     """The error for a name that does not exist. It suggests `meant`, if that is among `names`, or
-    else the most similar name.
+    else the most similar name, and lists all names, but of keys only the nearest three.
 
     >>> str(unknown("recipe", "mxpf8", ["mxfp8", "bf16"]))
     "No recipe 'mxpf8'. Did you mean 'mxfp8'? Known: bf16, mxfp8."
@@ -109,4 +109,8 @@ def unknown(kind: str, name: object, names: Iterable[str], meant: str | None = N
         [meant] if meant in options else difflib.get_close_matches(text, options, n=1, cutoff=0.5)
     )
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    return UserError(f"No {kind} '{text}'.{hint} Known: {', '.join(options)}.")
+    listed = f"Known: {', '.join(options)}"
+    if kind.startswith("key"):
+        nearest = difflib.get_close_matches(text, options, n=3, cutoff=0)
+        listed = f"Nearest: {', '.join(nearest)}"
+    return UserError(f"No {kind} '{text}'.{hint} {listed}.")

@@ -73,12 +73,16 @@ def _files(kind: Kind) -> dict[str, Path]:
 
 
 def recipe_words(recipes: str) -> list[str]:
-    """The recipes of a `--recipes`, separated by commas. Raises a UserError for an empty name."""
+    """The recipes of a `--recipes`, separated by commas. Raises a UserError for an empty name,
+    or one that is there twice."""
     words = [word.strip() for word in recipes.split(",")]
     if not all(words):
         raise UserError(
             f"--recipes '{quoted(recipes)}' has an empty name. Example: fp32,bf16,delayed"
         )
+    for word in words:
+        if words.count(word) > 1:
+            raise UserError(f"--recipes names '{quoted(word)}' twice. Name each recipe once.")
     return words
 
 

@@ -220,13 +220,15 @@ def has_kernels(
 
 
 def assumed(capability: str, has_te: bool = True) -> Hardware:
-    """A hypothetical machine with current software: torch for CUDA 12.9 or later, TE 2.20.
+    """A hypothetical machine with current software: torch 2.15 for CUDA 12.9 or later, TE
+    2.20.
 
     Its GPU is the usual one of that compute capability; plans use its data sheet if `GPUS` has one.
     GPUs before Turing get torch for CUDA 12.6, the last version that is built for them.
 
     Args:
-        capability: a compute capability such as "9.0", or "none" for a CPU.
+        capability: a compute capability such as "9.0", or "none" for a CPU; "9" where only one
+            begins with it.
         has_te: whether it has Transformer Engine.
 
     Raises:
@@ -236,7 +238,8 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
         raise UserError(f"A compute capability is given as '9.0', not by {described(capability)}.")
     if capability == "none":
         return Hardware("cpu", name="assumed CPU", torch_version=_torch_build()["__version__"])
-    numbers = capability.split(".")
+    minors = [minor for major, minor in CAPABILITIES if str(major) == capability]
+    numbers = (f"{capability}.{minors[0]}" if len(minors) == 1 else capability).split(".")
     if len(numbers) != 2 or not all(text.isdecimal() and len(text) <= 2 for text in numbers):
         raise UserError(
             f"'{quoted(capability)}' is no compute capability. "
@@ -253,7 +256,7 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
         name=f"assumed {gpu.name if gpu else 'GPU'}",
         has_te=has_te,
         cuda_version=(12, 9) if version >= TURING else (12, 6),
-        torch_version=_torch_build()["__version__"].partition("+")[0],  # not this machine's build
+        torch_version=ASSUMED_TORCH,
         te_version="2.20" if has_te else None,
     )
 
@@ -273,7 +276,7 @@ def machine_for(
     if gpu is not None:
         entry = gpu_named(gpu)
         gpu_capability = "{}.{}".format(*entry.capability)
-        if capability not in (None, gpu_capability):
+        if capability and assumed(capability).capability != entry.capability:
             raise UserError(
                 f"--gpu {entry.name} has compute capability {gpu_capability}, not {capability}. "
                 "Leave --capability out."
@@ -376,6 +379,7 @@ CAPABILITIES = (
     *((7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0)),
     *((10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1)),
 )
+ASSUMED_TORCH = "2.15.0"  # the newest one
 TE_MINIMUM = (2, 20)
 TE_REMEDY = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
 _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Linear"

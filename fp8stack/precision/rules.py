@@ -46,6 +46,7 @@ from fp8stack.precision.torch_gemms import (
 # The order in which "auto" tries the backends for FP8. Nothing is measured yet; Transformer Engine
 # has been in use longest. Put the figures of `python -m bench gpu` here.
 PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
+NO_CUDA = "Transformer Engine needs a CUDA GPU"
 TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
 
 
@@ -178,7 +179,9 @@ def _resolve_plain(
         )
         recipe = load_recipe(runs)
     if backend not in ("auto", "reference"):
-        substitutions.append(f"{recipe.name} has no FP8 GEMM: the reference backend runs it")
+        lacking = f"{NO_CUDA}, and " if backend == "te" and capability is None else ""
+        reason = f"{lacking}{recipe.name} has no FP8 GEMM: the reference backend runs it"
+        substitutions.append(reason)
     plan = Plan(
         asked=requested,
         recipe=recipe,
@@ -393,7 +396,7 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
 def _unable_by_te(quantizers: Quantizers, hardware: Hardware) -> str:
     """`_unable` for Transformer Engine."""
     if hardware.capability is None:
-        return "Transformer Engine needs a CUDA GPU"
+        return NO_CUDA
     kernel, x = kernel_of(quantizers), quantizers.input
     if kernel is None:
         # Not by its `backward_override` either: in high precision, TE 2.20.2 multiplies bfloat16

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8stack.common import presets
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.layers.compiler import TE_COMPILED, is_compiled
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.planning.run_config import RunConfig, merged
@@ -150,7 +150,11 @@ def plan_recipe(
     is_own = recipe == config.recipe
     changes = merged(config.recipe_overrides if is_own else {}, overrides or {})
     if changes and recipe == "auto":
-        raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
+        key, value = next(iter(changes.items()))
+        raise UserError(
+            f"recipe.{quoted(key)} = {quoted(str(value))} needs a recipe by name, since auto "
+            "chooses one by itself. Give --recipe."
+        )
     decided = decided or Decided()
     requested = recipe if recipe == "auto" else decided.recipe(recipe, changes)
     # --backend is for FP8: a phase without FP8 must not count as a substitution.

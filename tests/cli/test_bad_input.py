@@ -47,7 +47,7 @@ CASES = {  # further flags of pretrain: what must be said
         ["--recipe", "delayed", "--set", "recipe_overrides.eps=1"],
         "eps changes nothing",
     ),
-    "recipe auto": (["--set", "recipe_overrides.margin=1"], "needs a recipe by name"),
+    "recipe auto": (["--set", "recipe.head=maybe"], "recipe.head = maybe needs a recipe by name"),
     "pattern": (
         ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["blocks.9.*"]'],
         "the pattern 'blocks.9.*' in exclude matches no layer",
@@ -140,7 +140,8 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
 
 def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
     message = refusal(parse_config, None, {"guard": {"windows": 1}})
-    assert message.startswith("flags: guard: No key 'windows'. Did you mean 'window'? Known: amax_")
+    hint = "Did you mean 'window'? Nearest: window"
+    assert message.startswith(f"flags: guard: No key 'windows'. {hint}")
     assert "accumulate" not in message
 
 

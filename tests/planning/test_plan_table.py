@@ -369,7 +369,7 @@ def test_the_plan_says_whether_a_gpu_trains_compiled_code(command, capsys):
     [
         ("--recipe mxpf8", "Did you mean 'mxfp8'"),
         ("--set recipe_overrides.attention=fp16 --recipe bf16", "attention"),
-        ("--set recipe_overrides.attention=fp32", "recipe_overrides needs a recipe by name"),
+        ("--set recipe_overrides.attention=fp32", "recipe.attention = fp32 needs a recipe by name"),
         ("--capability nine", "no compute capability"),
         ("--gpu H201", "No GPU 'H201'. Did you mean 'H200'?"),
         ("--gpu B300", "For another NVIDIA GPU give its compute capability instead."),

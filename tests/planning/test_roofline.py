@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.common.presets import training_recipes
@@ -38,10 +37,8 @@ FLOPS = Rates(
 FREE = dataclasses.replace(BYTES, casts=INF, memory=INF)
 NVFP4 = ("nvfp4", "nvfp4_forward_high")
 ROWWISE = ("rowwise", "rowwise_wgrad_hp")
-# What runs natively on 12.0 by the torch that is installed.
-ON_12 = ["bf16", "block", "current", "delayed"]
-ON_12 += ["mxfp8"] if torch.__version__ >= "2.14" else []
-ON_12 += [*NVFP4, *(ROWWISE if torch.__version__ >= "2.15" else ())]
+# What runs natively on 12.0.
+ON_12 = ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, *ROWWISE]
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 
 
@@ -562,7 +559,7 @@ def test_this_machines_gpu_is_the_default_and_where_there_is_none_one_has_to_be_
         ("8.0", "H200", "has compute capability 9.0, not 8.0"),
         ("6.0", None, "No data on a GPU of compute capability 6.0"),
         ("none", None, "No data on a GPU of compute capability none"),
-        ("9", None, "no compute capability"),
+        ("10", None, "no compute capability"),
     ],
 )
 def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, phrase):

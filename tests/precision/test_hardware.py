@@ -719,15 +719,23 @@ def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "capability"),
-    [("6.0", (6, 0)), ("7.5", (7, 5)), ("8.9", (8, 9)), ("9.0", (9, 0)), ("12.1", (12, 1))],
+    [
+        ("6.0", (6, 0)),
+        ("9", (9, 0)),
+        ("7.5", (7, 5)),
+        ("8.9", (8, 9)),
+        ("9.0", (9, 0)),
+        ("12.1", (12, 1)),
+    ],
 )
 def test_an_assumed_gpu_has_current_software(text, capability):
     machine = assumed(text)
     assert (machine.device, machine.capability) == ("cuda", capability)
     assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
     assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
-    assert machine.torch_version == torch.__version__.partition("+")[0]  # without this CPU's "+cpu"
+    assert machine.torch_version == hardware.ASSUMED_TORCH
     assert text in str(machine)
+    assert resolve("mxfp8", machine).native == (capability >= (10, 0))
 
 
 @pytest.mark.parametrize(
@@ -823,9 +831,9 @@ def test_assuming_asks_nothing_of_this_machine(monkeypatch):
 
 # fmt: off
 NO_CAPABILITIES = [
-    "", " ", "9", "90", "x.y", "9.x", "9.0.1", ".", "9.", ".0", "-1.0", "9.-1", "+9.0", " 9.0",
+    "", " ", "10", "90", "x.y", "9.x", "9.0.1", ".", "9.", ".0", "-1.0", "9.-1", "+9.0", " 9.0",
     "9.0 ", "9.0\n", "sm_90", "9,0", "None", "NONE", "cpu", "1e1.0", "9.²", "100.0", "9.100",
-    "9.0a",
+    "9.0a", "8",
 ]
 # fmt: on
 

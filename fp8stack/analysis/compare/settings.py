@@ -268,9 +268,7 @@ def _names(recipes: str) -> dict[str, str]:
         name = presets.label(recipe)
         source = absolute_path(recipe) if recipe.endswith(".toml") else recipe
         if name in sources:
-            remedy = "Name each recipe once."
-            if sources[name] != source:
-                remedy = "Give one of the two another file name."
+            remedy = "Give one of the two another file name."
             raise UserError(f"--recipes names '{quoted(name)}' twice. {remedy}")
         sources[name] = source
     return sources
@@ -310,8 +308,6 @@ def _contents(
 
 def _plan(config: RunConfig, source: str) -> Plan:
     """The plan that runs if `source` is requested. Raises a UserError for a bad recipe."""
-    if config.recipe_overrides and source == "auto":
-        raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
     model = load_config(config.model, config.model_overrides)
     run_config = config.model_copy(update={"recipe": source})
     tokens = config.batch // config.accumulate * context_of(config, model)

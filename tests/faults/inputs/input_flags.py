@@ -87,7 +87,7 @@ FLAGS = {
 OTHERS = {
     "prtrain": "prtrain", "report": "Missing argument", "report none": "No run in 'none'",
     "report good.txt": "No run in 'good.txt'", "report ''": "No run in", "report r --out": "--out",
-    "doctor --capability 9": "no compute capability", "doctor --capability nan": "capability",
+    "doctor --capability 10": "no compute capability", "doctor --capability nan": "capability",
     "doctor --capability 99.9": "No GPU has compute capability 99.9. Known: 3.0",
     "estimate --memory 80XB": "80GB", "estimate --memory 0": "--memory 0 is no memory",
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",

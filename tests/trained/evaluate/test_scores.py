@@ -428,6 +428,7 @@ def test_a_terminals_table_has_the_same_cells(run):
         (["--recipes", ","], "--recipes ',' has an empty name"),
         (["--recipes", ""], "--recipes '' has an empty name"),
         (["--recipes", "fp32,,mxfp8"], "has an empty name"),
+        (["--recipes", "fp32,mxfp8,fp32"], "--recipes names 'fp32' twice"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),
     ],
