@@ -487,7 +487,7 @@ class Plan:
 
     def summary(self, *, forward: bool = False) -> list[str]:
         """The plan in a few lines, as printed at the start of a run. With `forward`, the share of
-        FP8 is that of a forward pass alone."""
+        FP8 counts the GEMMs of a forward pass alone."""
         bits = self._native_bits(self.recipe.quantizers) if self.recipe.quantizers else 8
         emulated = "fp32" if self.float32_gemms else self.compute_dtype
         method = {
