@@ -54,7 +54,9 @@ def gpt(recipe: str) -> GPT:
 
 def test_each_model_of_a_run_has_its_own_precision():
     models = {"high": gpt("tf32"), "highest": gpt("fp32")}
-    precisions = {name: recorded(model.blocks[0].mlp.up) for name, model in models.items()}
+    precisions = {
+        name: recorded(model.get_submodule("blocks.0.mlp.up")) for name, model in models.items()
+    }
     for name in ("high", "highest", "high"):
         models[name](TOKENS, TOKENS).backward()
         assert torch.get_float32_matmul_precision() == name
@@ -75,7 +77,10 @@ def test_a_converted_model_changes_the_precision_only_to_tf32(recipe, expected):
 def test_a_swapped_layer_has_the_precision_of_its_model():
     model, donor = gpt("fp32"), gpt("tf32")
     path = "blocks.0.mlp.up"
-    own, others = recorded(model.blocks[1].mlp.up), recorded(donor.get_submodule(path))
+    own, others = (
+        recorded(model.get_submodule("blocks.1.mlp.up")),
+        recorded(donor.get_submodule(path)),
+    )
     with torch.no_grad(), swapped(model, donor, [path]):
         model(TOKENS)
     assert (own, others) == (["highest"], ["high"])
