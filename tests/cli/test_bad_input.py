@@ -19,7 +19,7 @@ from fp8stack.common.io import read_toml
 from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware, doctor
 from fp8stack.precision.hardware import TE_REMEDY
-from fp8stack.precision.recipe import load_recipe
+from fp8stack.precision.recipe_file import load_recipe
 from fp8stack.trained import generate as trained_generate
 from fp8stack.trained.generate import GenerationOptions
 from fp8stack.training.memory_check import Footprint
