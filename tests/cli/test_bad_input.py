@@ -44,8 +44,8 @@ CASES = {  # further flags of pretrain: what must be said
     ),
     "compile mode": (["--set", "compile_mode=reduce-overhead"], "'max-autotune-no-cudagraphs'"),
     "recipe key": (
-        ["--recipe", "delayed", "--set", "recipe_overrides.eps=1"],
-        "eps changes nothing",
+        ["--recipe", "delayed", "--set", "recipe_overrides.power_of_two=true"],
+        "power_of_two changes nothing",
     ),
     "recipe auto": (["--set", "recipe_overrides.margin=1"], "needs a recipe by name"),
     "pattern": (

@@ -280,12 +280,7 @@ OF_ONE_FIELD = [
     ("block", "power_of_two = false", "weight", {"scale": "float32"}),
     ("mxfp8", 'scale_rounding = "floor"', "input", {"scale_rounding": "floor"}),
     ("mxfp8", 'backward_format = "e5m2"', "grad_output", {"format": "e5m2"}),
-    (
-        "mxfp4",
-        'grad_output.rounding = "stochastic"',
-        "grad_output.wgrad",
-        {"rounding": "stochastic"},
-    ),
+    ("nvfp4", 'grad_output.rounding = "nearest"', "grad_output.wgrad", {"rounding": "nearest"}),
     ("mxfp4", "quantizer.hadamard = 32", "input.wgrad", {"hadamard": 32}),
     ("mxfp8", "[quantizer]\nblock = [1, 128]", "weight", {"block": (1, 128)}),
     ("mxfp8", '[weight]\nformat = "e2m1"', "weight.dgrad", {"format": "e2m1"}),

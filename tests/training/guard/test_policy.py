@@ -134,8 +134,8 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"layers": [{"match": "blocks.0.*", "recipe": "delayed"}]},
     ],
     "nvfp4": [
-        {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, {"grad_output": {"rounding": "nearest"}},
-        hadamard(0), {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
+        {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, hadamard(0),
+        {"grad_output": {"rounding": "nearest"}}, {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
         {"backward": "high_precision"},
     ],
     "nvfp4_forward_high": [{"exclude": ["*.mlp.down"]}],
