@@ -98,16 +98,17 @@ def curves(rows: Rows) -> list[str]:
 
 _INTRODUCTION = (
     "Trained on Linux's source, with predictions (90 % intervals of `fp8stack forecast`) that were "
-    "committed before. Measured are means with 95 % intervals by Student's t. The loss of these "
-    "models falls steeply once, after 3 to 8 million tokens. From scratch, when it does differs by "
-    "hundreds of steps between the runs of a pair, in either direction, and moves the gap by "
-    "several percent. Runs that share their first half, or more of it, are past it."
+    "committed before. Measured are means with 95 % intervals by Student's t; a gap agrees "
+    "if the two intervals overlap. The loss of these models falls steeply once, after 3 to 8 "
+    "million tokens. From scratch, when it does differs by hundreds of steps between the runs of a "
+    "pair, in either direction, and moves the gap by several percent. Runs that share their first "
+    "half, or more of it, are past it."
 )
 
 
 def judged(gaps: Sequence[float], low: float, high: float) -> list[str]:
-    """The measured gap in percent, the number of pairs, and whether the gap is as predicted: the
-    measured and the predicted interval overlap. A measured one that is wider cannot tell."""
+    """The measured gap in percent, the number of pairs, and whether the gap agrees: the measured
+    and the predicted interval overlap. A measured one that is wider cannot tell."""
     if not gaps:
         return ["", "0", "not trained yet"]
     gap = mean_interval(gaps)
@@ -116,7 +117,7 @@ def judged(gaps: Sequence[float], low: float, high: float) -> list[str]:
     if width is None or 2 * width > high - low:
         verdict = "cannot tell"
     elif gap.mean - width <= high and gap.mean + width >= low:
-        verdict = "as predicted"
+        verdict = "agrees"
     else:
         verdict = "missed"
     return [measured, str(len(gaps)), verdict]

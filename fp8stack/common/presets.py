@@ -21,8 +21,12 @@ _INTERVAL = (
     "scales of delayed scaling follow every training pass, as in Transformer Engine, which ignores "
     "its own interval. Leave it out; history_length, margin and amax_algorithm can be set"
 )
-_MEANINGLESS = dict.fromkeys(("interval", "history_interval", "amax_history_interval"), _INTERVAL)
-"""Keys of other programs that could change nothing here, and why."""
+_NO_KEYS = dict.fromkeys(("interval", "history_interval", "amax_history_interval"), _INTERVAL) | {
+    "eps": "in a recipe, set quantizer.eps",
+    "rounding": "in a recipe, set grad_output.rounding",
+    "hadamard": "in a recipe, set input.wgrad.hadamard and grad_output.wgrad.hadamard",
+}
+"""Keys of other programs and of earlier versions, and why they are none."""
 
 OTHER_NAMES = {
     "gpt2": "gpt2-124m",
@@ -146,8 +150,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     if problem["type"] == "extra_forbidden":
         *outer, last = path
         within = f"{quoted('.'.join(outer))}: " if outer else ""
-        if last in _MEANINGLESS:
-            return f"{where}: {within}there is no key '{last}': {_MEANINGLESS[last]}."
+        if last in _NO_KEYS:
+            return f"{where}: {within}there is no key '{last}': {_NO_KEYS[last]}."
         keys = _keys(tree, outer)
         return f"{where}: {within}{unknown('key', last, keys, OTHER_NAMES.get(last))}"
     key = ".".join(path)

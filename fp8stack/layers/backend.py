@@ -15,7 +15,6 @@ from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
 from fp8stack.layers.kernels.eager import RMSNorm
-from fp8stack.layers.kernels.matmul_precision import MatmulPrecision
 from fp8stack.layers.linear import (
     CastLinear,
     LowPrecisionLayer,
@@ -245,10 +244,15 @@ class Backend:
             if backend.delayed is not None:
                 backend.delayed.note_compiled_call()
 
-    def set_matmul_precision(self, model: nn.Module) -> None:
-        """Set the precision of float32 GEMMs in the forward and backward passes of `model`: TF32 if
-        the plan says so, else full float32. Other models of the process are not affected."""
-        MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
+    @property
+    def matmul_precision(self) -> str:
+        """The argument of torch.set_float32_matmul_precision: TF32 only if the plan says so."""
+        return "high" if self.plan.compute_dtype == "tf32" else "highest"
+
+    def set_matmul_precision(self, *_: object) -> None:
+        """Set torch's precision of float32 GEMMs, for the process: a hook before the forward passes
+        of a model, whose backward passes then have it too."""
+        torch.set_float32_matmul_precision(self.matmul_precision)
 
     def count_gemms(self, count: int) -> None:
         """Add to the number of GEMMs on FP8 operands; compiled code is not counted."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8stack.layers.kernels.matmul_precision import matmul_precision
+
 
 @contextmanager
 def swapped(model: nn.Module, donor: nn.Module, paths: Collection[str]) -> Iterator[None]:
@@ -45,10 +47,11 @@ class _Swapped(nn.Module):
         self.layer = layer
         self.compute_dtype = _dtype_of(layer)
         self.out_dtype = _dtype_of(replaced)
-        donor.backend.set_matmul_precision(self)
+        self.matmul_precision = donor.backend.matmul_precision
 
     def forward(self, x: Tensor, *offsets: Tensor) -> Tensor:
-        y: Tensor = self.layer(x, *offsets)
+        with matmul_precision(self.matmul_precision):
+            y: Tensor = self.layer(x, *offsets)
         return y.to(self.out_dtype)
 
 

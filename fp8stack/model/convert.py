@@ -124,7 +124,7 @@ def convert(
         reminder.attach(module)
     backend.attach(module)
     if plan.compute_dtype == "tf32":
-        backend.set_matmul_precision(module)
+        module.register_forward_pre_hook(backend.set_matmul_precision)
     module.fp8_plan = plan  # type: ignore[assignment]
     for line in plan.summary():
         log.info(line)

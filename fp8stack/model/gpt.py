@@ -259,7 +259,7 @@ class GPT(nn.Module):
         if seed is not None:
             initialize(self, config, seed)
         backend.attach(self)
-        backend.set_matmul_precision(self)
+        self.register_forward_pre_hook(backend.set_matmul_precision)
 
     def forward(
         self,

@@ -139,6 +139,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     )
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
     backend = build_backend(native, save_fp8=save_fp8)
+    vars(backend)["set_matmul_precision"] = lambda *_: None  # nothing is multiplied
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
             changed: Any = delegate

@@ -26,7 +26,7 @@ from fp8stack.common.io import DEEPEST, parse_toml, read_toml
 from fp8stack.data.tokenizer import NAMED
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
-from fp8stack.precision.recipe import RecipeFile
+from fp8stack.precision.recipe_file import RecipeFile
 
 OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -5,7 +5,8 @@ This package handles no modules and no tensors; the backends build layers from t
 
 from fp8stack.precision.hardware import Hardware, assumed, probe
 from fp8stack.precision.plan import LayerPlan, Plan
-from fp8stack.precision.recipe import Recipe, load_recipe, recipe_from_json
+from fp8stack.precision.recipe import Recipe
+from fp8stack.precision.recipe_file import load_recipe, recipe_from_json
 from fp8stack.precision.rules import auto_recipe, resolve
 
 __all__ = [

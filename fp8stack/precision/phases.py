@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fp8stack.common.errors import UserError, unknown
 from fp8stack.precision.hardware import Hardware, probe
 from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import load_recipe
+from fp8stack.precision.recipe_file import load_recipe
 from fp8stack.precision.rules import resolve
 
 PresetName = Literal["conservative", "default", "aggressive"]

@@ -19,7 +19,8 @@ from fp8stack.precision.native_gemms import (
     too_many_groups,
 )
 from fp8stack.precision.profit import Shape, doubt, host_doubt
-from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
+from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe
+from fp8stack.precision.recipe_file import plain
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
 WIDE = 256

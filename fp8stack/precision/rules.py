@@ -28,7 +28,8 @@ from fp8stack.precision.native_gemms import (
 )
 from fp8stack.precision.other_gpus import no_fp8_units
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
-from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
+from fp8stack.precision.recipe import ComputeDtype, Recipe
+from fp8stack.precision.recipe_file import load_recipe
 from fp8stack.precision.torch_gemms import (
     NO_GEMM,
     SLOW_GEMM,

@@ -20,7 +20,7 @@ from fp8stack.layers.linear import CastLinear
 from fp8stack.model.gpt import GPT, Attention, Block
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
-from fp8stack.precision.recipe import plain
+from fp8stack.precision.recipe_file import plain
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.state import restore
 from fp8stack.training.distributed.process_group import Ranks

@@ -38,7 +38,7 @@ def test_a_cell_is_judged_by_the_prediction_made_before():
     assert verdict_of([]).endswith("| 1.00 to 2.00 |  | 0 | not trained yet |")
     assert verdict_of([1.5]).endswith("| +1.50 | 1 | cannot tell |")
     assert verdict_of([0.5, 1.5, 2.5]).endswith("| 3 | cannot tell |")
-    assert verdict_of([0.9, 1.0, 0.95]).endswith("| as predicted |")
+    assert verdict_of([0.9, 1.0, 0.95]).endswith("| agrees |")
     assert verdict_of([2.5, 2.6, 2.55]).endswith("| missed |")
 
 

@@ -19,7 +19,7 @@ from fp8stack.common.io import read_toml
 from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware, doctor
 from fp8stack.precision.hardware import TE_REMEDY
-from fp8stack.precision.recipe import load_recipe
+from fp8stack.precision.recipe_file import load_recipe
 from fp8stack.trained import generate as trained_generate
 from fp8stack.trained.generate import GenerationOptions
 from fp8stack.training.memory_check import Footprint
@@ -44,8 +44,8 @@ CASES = {  # further flags of pretrain: what must be said
     ),
     "compile mode": (["--set", "compile_mode=reduce-overhead"], "'max-autotune-no-cudagraphs'"),
     "recipe key": (
-        ["--recipe", "delayed", "--set", "recipe_overrides.eps=1"],
-        "eps changes nothing",
+        ["--recipe", "delayed", "--set", "recipe_overrides.power_of_two=true"],
+        "power_of_two changes nothing",
     ),
     "recipe auto": (["--set", "recipe.head=maybe"], "recipe.head = maybe needs a recipe by name"),
     "pattern": (

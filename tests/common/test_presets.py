@@ -183,7 +183,7 @@ RECIPE_LIKE = st.fixed_dictionaries(
         "like": st.sampled_from(["delayed", "current", "block", "mxfp8"]) | values,
         "compute_dtype": st.sampled_from(["bf16", "fp32"]) | values,
         "exclude": st.lists(few, max_size=3) | values,
-        **dict.fromkeys(("margin", "history_length", "eps", "head", "forward_format"), values),
+        **dict.fromkeys(("margin", "history_length", "head", "forward_format"), values),
     },
 )
 MODEL_LIKE = st.fixed_dictionaries(

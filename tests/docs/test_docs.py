@@ -21,7 +21,7 @@ from fp8stack.layers import fp8_state
 from fp8stack.model.config import GPTConfig
 from fp8stack.planning.run_config import GuardConfig, OptimizerName, RunConfig
 from fp8stack.precision import Hardware, resolve
-from fp8stack.precision import recipe as recipes
+from fp8stack.precision import recipe_file as recipes
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.profit import least_ratio
 from fp8stack.training.run_folder import read_rows

@@ -43,7 +43,7 @@ SHAPES = [
 ]  # fmt: skip
 OPTIONS = [
     ("current", {"power_of_two": True}),
-    ("current", {"eps": 50.0}),
+    ("current", {"quantizer": {"eps": 50.0}}),
     ("current", {"forward_format": "e5m2", "backward_format": "e4m3"}),
     ("delayed", {"backward_format": "e4m3"}),
     ("delayed", {"forward_format": "e5m2"}),

@@ -20,6 +20,7 @@ from tests.support.cuda_gemms import blocked_values
 from tests.support.gemm_oracle import assert_all_close, normal, run
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
+from tests.support.study_recipes import hadamard
 
 L4, H100 = Hardware("cuda", (8, 9)), Hardware("cuda", (9, 0))
 B200 = Hardware("cuda", (10, 0))
@@ -34,7 +35,7 @@ MIXED: list[tuple[str, dict[str, Any], Hardware, str]] = [
     ("nvfp4_forward_high", {}, B200, "dgrad wgrad"),
     ("nvfp4", HIGH, B200, "fprop"),
     ("nvfp4", FORWARD, B200, "fprop"),
-    ("nvfp4", {"hadamard": 32}, B200, "fprop dgrad"),
+    ("nvfp4", hadamard(32), B200, "fprop dgrad"),
     ("nvfp4", NEAREST_WGRAD, B200, "fprop dgrad wgrad"),
     ("mxfp8", FORWARD, B200, "fprop"),
     ("mxfp8", {"backward": "current"}, H100, "dgrad wgrad"),

@@ -49,7 +49,7 @@ from tests.support.backend_models import (
     train,
 )
 from tests.support.cases import case
-from tests.support.study_recipes import LAST_BF16, NEAREST, NO_HADAMARD
+from tests.support.study_recipes import LAST_BF16, NEAREST, NO_HADAMARD, hadamard
 from tests.support.te import te_stand_in
 from tests.support.te.te_stand_in import ROOT, Source, installed
 
@@ -413,9 +413,9 @@ TE_RECIPES = [
       "reduce_amax": False, "fp8_format.name": "E4M3"}),
     ("delayed", {"amax_algorithm": "max"}, None,
      {"margin": 0, "amax_compute_algo": "most_recent", "fp8_format.name": "HYBRID"}),
-    ("current", {"power_of_two": True, "eps": 0.25, "backward_format": "e4m3"}, (True, 0.25),
-     {"use_power_2_scales": True, "fp8_format.name": "E4M3"}),
-    ("current", {"power_of_two": False, "eps": 0.5}, (False, 0.5),
+    ("current", {"power_of_two": True, "quantizer": {"eps": 0.25}, "backward_format": "e4m3"},
+     (True, 0.25), {"use_power_2_scales": True, "fp8_format.name": "E4M3"}),
+    ("current", {"power_of_two": False, "quantizer": {"eps": 0.5}}, (False, 0.5),
      {"use_power_2_scales": False, "fp8_format.name": "HYBRID"}),
     *(("block", {"power_of_two": power}, (power, 0.0),
        {"use_f32_scales": not power, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2,
@@ -430,7 +430,7 @@ TE_RECIPES = [
         (NEAREST, {}, ("drawn",)),
         (NO_HADAMARD, {}, ("rht",)),
         (LAST_BF16, {}, ()),
-        ("nvfp4", {"rounding": "nearest", "hadamard": 0}, ("drawn", "rht")),
+        ("nvfp4", hadamard(0, rounding="nearest"), ("drawn", "rht")),
         ("nvfp4", {"weight": {"block": [1, 16]}}, ("2d",)),
     )),
 ]  # fmt: skip
@@ -460,11 +460,11 @@ def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantiza
     [
         ("delayed", {"backward_format": "e4m3"}),
         ("current", {"power_of_two": True}),
-        ("current", {"eps": 50.0}),
+        ("current", {"quantizer": {"eps": 50.0}}),
         ("block", {"power_of_two": False}),
-        (NEAREST, {"hadamard": 0}),
+        (NEAREST, hadamard(0)),
         (NEAREST, {"weight": {"block": [1, 16]}}),
-        ("nvfp4", {"rounding": "nearest"}),
+        ("nvfp4", {"grad_output": {"rounding": "nearest"}}),
     ],
     ids=str,
 )

@@ -73,7 +73,7 @@ def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
 OPTIONS = [
     ("delayed", {"backward_format": "e4m3"}),
     ("current", {"power_of_two": True}),
-    ("current", {"eps": 100.0}),
+    ("current", {"quantizer": {"eps": 100.0}}),
     ("block", {"power_of_two": False}),
     ("mxfp8", {"scale_rounding": "floor"}),
     ("mxfp8", {"scale_rounding": "even"}),

@@ -31,7 +31,7 @@ from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import BlockIndex
 from tests.conftest import refusal
-from tests.support.study_recipes import BACKWARD_HIGH
+from tests.support.study_recipes import BACKWARD_HIGH, hadamard
 
 CPU = Hardware("cpu")
 CPU_BF16 = Hardware("cpu", cpu_bf16=True)
@@ -765,7 +765,7 @@ SPECIAL_CASES: list[tuple[Any, ...]] = [
     ("current", {"backward": "high_precision"}, "auto", L4, "te", "torch", ("fprop runs in FP8",)),
     ("delayed", HIGH_DGRAD, "auto", H100, "te", "torch", ("fprop and wgrad run in FP8, dgrad in",)),
     (
-        *("nvfp4", {"hadamard": 32}, "auto", B200, "te", "torch!"),
+        *("nvfp4", hadamard(32), "auto", B200, "te", "torch!"),
         (f"wgrad by bf16 GEMMs on the exact operands: {NO_GEMM}",),
     ),
     (

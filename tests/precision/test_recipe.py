@@ -18,7 +18,8 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.plan import block_indices
-from fp8stack.precision.recipe import BlockIndex, Recipe, plain
+from fp8stack.precision.recipe import BlockIndex, Recipe
+from fp8stack.precision.recipe_file import plain
 from tests import conftest
 from tests.support.study_recipes import BACKWARD_HIGH, LAST_BF16, NEAREST, NO_HADAMARD
 
@@ -231,6 +232,10 @@ def test_a_recipe_in_an_old_checkpoint_is_the_one_that_ships_today(name):
 
 
 def test_an_old_recipe_keeps_what_was_changed_in_it():
+    data = {"scaling": "current", **EXCLUSIONS, **OLD["current"], "eps": 0.5}
+    assert recipe_from_json(data, "here").quantizers == all_of(
+        Quantizer(eps=0.5), grad=Quantizer(format="e5m2", eps=0.5)
+    )
     data = {"scaling": "delayed", **EXCLUSIONS, **OLD["delayed"], "margin": 3, "history_length": 16}
     read = recipe_from_json(data, "checkpoint.json").quantizers
     assert read is not None
@@ -270,13 +275,13 @@ OF_ONE_FIELD = [
     ("delayed", 'backward_format = "e4m3"', "grad_output", {"format": "e4m3"}),
     ("current", 'forward_format = "e5m2"', "weight.dgrad", {"format": "e5m2"}),
     ("current", "power_of_two = true", "input", {"scale": "power_of_two"}),
-    ("current", "eps = 1e-12", "input", {"eps": 1e-12}),
-    ("current", "eps = 1", "grad_output", {"eps": 1.0}),
+    ("current", "quantizer.eps = 1e-12", "input", {"eps": 1e-12}),
+    ("current", "quantizer.eps = 1", "grad_output", {"eps": 1.0}),
     ("block", "power_of_two = false", "weight", {"scale": "float32"}),
     ("mxfp8", 'scale_rounding = "floor"', "input", {"scale_rounding": "floor"}),
     ("mxfp8", 'backward_format = "e5m2"', "grad_output", {"format": "e5m2"}),
-    ("mxfp4", 'rounding = "stochastic"', "grad_output.wgrad", {"rounding": "stochastic"}),
-    ("mxfp4", "hadamard = 32", "input.wgrad", {"hadamard": 32}),
+    ("nvfp4", 'grad_output.rounding = "nearest"', "grad_output.wgrad", {"rounding": "nearest"}),
+    ("mxfp4", "quantizer.hadamard = 32", "input.wgrad", {"hadamard": 32}),
     ("mxfp8", "[quantizer]\nblock = [1, 128]", "weight", {"block": (1, 128)}),
     ("mxfp8", '[weight]\nformat = "e2m1"', "weight.dgrad", {"format": "e2m1"}),
     ("mxfp8", '[weight.dgrad]\nformat = "e2m1"', "weight.dgrad", {"format": "e2m1"}),
@@ -425,7 +430,9 @@ BAD_LAYERS = {
     'recipe = "mxfp8"': "layers.0.match",
     'match = "a"\nrecipe = "bf16"\n[[layers]]\nmatch = "a"\nrecipe = "mxfp8"': "said twice",
     'match = "a"\nblok = 3': "No key 'blok'",
-    'match = "a"\nhadamard = 16\nrecipe = "delayed"': "layers entry 1: hadamard: amax = 'delayed'",
+    'match = "a"\nquantizer.hadamard = 16\nrecipe = "delayed"': (
+        "layers entry 1: quantizer: amax = 'delayed'"
+    ),
 }
 
 
@@ -459,16 +466,30 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(write, typo):
     assert message.startswith(f"recipe 'mine': No key '{typo}'. Did you mean '{TYPOS[typo]}'?")
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("eps = 1e-3", "set quantizer.eps."),
+        ('rounding = "nearest"', "set grad_output.rounding."),
+        ("hadamard = 0", "set input.wgrad.hadamard and grad_output.wgrad.hadamard."),
+    ],
+)
+def test_a_short_key_of_earlier_versions_is_refused_with_what_to_set(write, line, remedy):
+    key = line.partition(" ")[0]
+    message = refusal(write(f'like = "nvfp4"\n{line}\n'))
+    assert message == f"recipe 'mine': there is no key '{key}': in a recipe, {remedy}"
+
+
 def test_an_unknown_field_of_a_quantizer_is_refused_with_its_place(write):
     message = refusal(write('like = "mxfp8"\n[input.wgrad]\nblok = [1, 16]\n'))
     assert message.startswith("recipe 'mine': input.wgrad: No key 'blok'. Did you mean 'block'?")
 
 
 CHANGES_NOTHING = {
-    "mxfp8": ["history_length = 16", "power_of_two = true", "margin = 1", "eps = 0.1"],
+    "mxfp8": ["history_length = 16", "power_of_two = true", "margin = 1"],
     "block": ['scale_rounding = "floor"', 'amax_algorithm = "max"'],
     "current": ["history_length = 16"],
-    "delayed": ["power_of_two = true", "eps = 0.1"],
+    "delayed": ["power_of_two = true"],
     "bf16": ["history_length = 16", 'backward_format = "e4m3"'],
 }
 
@@ -563,15 +584,15 @@ WRONG = {  # of another type, out of range, or nothing that a scale could be mad
     ("delayed", "forward_format"): ['["e4m3"]', '"e8m0"'],
     ("delayed", "backward_format"): ['"E5M2"'],
     ("current", "power_of_two"): ["1", '"yes"'],
-    ("current", "eps"): ['"small"', "true", "-1e-6", "nan", "-inf", "inf"],
+    ("current", "quantizer.eps"): ['"small"', "true", "-1e-6", "nan", "-inf", "inf"],
     ("block", "head"): ["0", '"false"'],
     ("block", "exclude"): ["true", "{ a = 1 }"],
     ("block", "exclude_last_blocks"): ["-2"],
     ("mxfp8", "exclude_first_blocks"): ["1.0", "-1"],
     ("mxfp8", "exclude_last_blocks"): ["[1]", "1979-05-27"],
     ("mxfp8", "scale_rounding"): ["false", '"up"'],
-    ("mxfp4", "hadamard"): ["8", "true"],
-    ("mxfp4", "rounding"): ['"random"'],
+    ("mxfp4", "quantizer.hadamard"): ["8", "true"],
+    ("mxfp4", "grad_output.rounding"): ['"random"'],
     ("bf16", "name"): ["1"],
     ("bf16", "compute_dtype"): ['"fp8"', '"bfloat16"', '"BF16"', "16", "true"],
 }

@@ -24,7 +24,7 @@ from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import RunConfig, parse_config, percent
 from fp8stack.precision import Plan, Recipe, probe
 from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
-from fp8stack.precision.recipe import recipe_from_json
+from fp8stack.precision.recipe_file import recipe_from_json
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
 from fp8stack.training.init_from import with_source

@@ -222,7 +222,7 @@ def linear(
     if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
         # TE does not show its random bits.
         assert isinstance(recipe, str)
-        chosen = load_recipe(recipe, overrides | {"rounding": "nearest"})
+        chosen = load_recipe(recipe, overrides | {"grad_output": {"rounding": "nearest"}})
     plan = plan_of(chosen, context, backend)
     backend_of_layer = backend_for(plan, {"linear": shape[1:3]})
     quantizers = chosen.quantizers.each.values() if chosen.quantizers else ()

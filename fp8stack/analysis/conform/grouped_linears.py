@@ -76,7 +76,8 @@ def equals_loop(context: Context, recipe: str, backend: str) -> Facts:
     another order agree. Each group's rows have another magnitude."""
     chosen = load_recipe(recipe)
     if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
-        chosen = load_recipe(recipe, {"rounding": "nearest"})  # TE does not show its random bits
+        # TE does not show its random bits.
+        chosen = load_recipe(recipe, {"grad_output": {"rounding": "nearest"}})
     plan = plan_of(chosen, context, backend)
     paths = [f"linear.{group}" for group in range(len(ROWS))]
     loop = LoopModel(backend_for(plan, dict.fromkeys(paths, (FEATURES, FEATURES))), paths)

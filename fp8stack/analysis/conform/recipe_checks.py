@@ -60,7 +60,7 @@ def quantizers_of_recipe(context: Context) -> Iterator[Check]:
 
 def random_rounding(context: Context) -> Iterator[Check]:
     """Check that random rounding repeats its draws, draws others in other passes, and has the exact
-    value as its mean."""
+    value, clipped to the format's largest, as its mean."""
     for quantizer in _quantizers(context):
         if quantizer.stochastic:
             yield Check(f"{quantizer}, draws", partial(draws, context, quantizer))

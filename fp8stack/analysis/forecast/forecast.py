@@ -17,8 +17,9 @@ from fp8stack.precision import Recipe, load_recipe
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
 RATIOS = (0.01, 1000.0)
 """Training tokens per parameter within which the law's uncertainty is known."""
-LEAST_RATIO = 5.0
-"""Baselines are known from 24 tokens per parameter on; below this, extra tokens are not told."""
+EXTRA_RATIOS = (5.0, 100.0)
+"""Training tokens per parameter for which extra tokens are told. Baselines are known from 24 on;
+beyond 100 all published gaps are below the law's."""
 LEAST_PARAMETERS, LEAST_TOKENS, LEAST_VOCABULARY = 4e7, 5e8, 10_000
 """`chinchilla_loss` is of models, training tokens and vocabularies from these on."""
 STUDY = "fp8stack's study"
@@ -142,7 +143,7 @@ def expectation(
         )
     percent = law.gap(ratio, severity.value)
     extra = None
-    if ratio >= LEAST_RATIO:
+    if EXTRA_RATIOS[0] <= ratio <= EXTRA_RATIOS[1]:
         values = percent.model_dump().items()
         tokens = {key: law.extra_tokens(ratio, value) for key, value in values}
         extra = Gap(**tokens)
@@ -189,6 +190,11 @@ def remarks(
             f"extrapolated, with a wider interval: published gaps are of {law.ratio[0]:.2g} to "
             f"{law.ratio[1]:.0f} training tokens per parameter, and this has {ratio:.2g}"
         )
+    if ratio > RATIO:
+        yield (
+            "growth with tokens comes from models of 30M to 200M parameters, where it weakens with "
+            f"size; larger models show none beyond {RATIO:.0f} tokens per parameter"
+        )
     if config.experts is not None:
         yield (
             "extrapolated: the law is of models without experts, and this counts the active "
@@ -200,7 +206,7 @@ def remarks(
     if from_study:
         yield (
             f"{', '.join(from_study)}: relative to NVFP4 in models of 0.1M to 0.9M parameters "
-            f"({STUDY}, bench/results/cpu/study.md)"
+            f"alone ({STUDY}, bench/results/cpu/study.md)"
         )
     named = {source for expected in listed for source in expected.sources}
     rows = {row.training: row.source for row in published() if row.training in named}

@@ -17,7 +17,7 @@ from fp8stack.analysis.report.read import Operand, RunRecord, of_linears, table
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
-from fp8stack.precision.recipe import recipe_from_json
+from fp8stack.precision.recipe_file import recipe_from_json
 
 MOST = 6  # the worst outliers get a sentence each, the others only their name
 CLIPPED_BITS = 3.0  # amax / largest value in range = 8; delayed scaling often has less

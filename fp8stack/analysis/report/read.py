@@ -26,7 +26,7 @@ from fp8stack.common.formats import FORMATS
 from fp8stack.common.io import LOCK, is_held, parse_json, read_json, read_toml
 from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import at_home
-from fp8stack.precision.recipe import recipe_from_json
+from fp8stack.precision.recipe_file import recipe_from_json
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")

@@ -20,7 +20,7 @@ from pydantic_core import SchemaError
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import BLOCKS, Quantizer
 from fp8stack.model.hf.input_schemes import inputs_of_fp8, inputs_of_group
-from fp8stack.precision.recipe import load_recipe
+from fp8stack.precision.recipe_file import load_recipe
 
 INVERSE = "weight_scale_inv"
 """The layout of `quant_method` "fp8" with a `weight_block_size`, named after its scales."""

@@ -29,7 +29,7 @@ from fp8stack.model.hf.schemes import GROUPED, INVERSE, PACKED, PLAIN
 from fp8stack.model.hf.stored_tensors import pack_fp6
 from fp8stack.numerics.scales import nvfp4_scale
 from fp8stack.precision.plan import block_indices
-from fp8stack.precision.recipe import recipe_from_json
+from fp8stack.precision.recipe_file import recipe_from_json
 from fp8stack.trained.export.format_files import Files, ModelSource, as_json, hf_files
 from fp8stack.trained.export.source_folder import stored_files, unchanged_folder
 

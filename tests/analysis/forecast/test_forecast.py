@@ -77,9 +77,11 @@ def test_far_from_the_published_tokens_the_interval_is_wider_and_says_why(tokens
     assert nvfp4.percent is not None
     is_wider = nvfp4.percent.high / nvfp4.percent.low > 1.1 * usual.high / usual.low
     assert is_wider == bool(remark)
-    assert remark in "\n".join(result.as_text())
-    if tokens == "1M":
-        assert (nvfp4.nats, nvfp4.extra_tokens) == (None, None)
+    text = "\n".join(result.as_text())
+    assert remark in text
+    assert (nvfp4.extra_tokens is None) == bool(remark)
+    assert (nvfp4.nats is None) == (tokens == "1M")
+    assert ("larger models show none beyond 20 tokens" in text) == (tokens == "200B")
 
 
 def test_a_mixture_of_experts_counts_its_active_parameters_and_says_that_it_is_extrapolated():

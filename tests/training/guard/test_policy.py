@@ -18,7 +18,7 @@ from fp8stack.layers import backend as base
 from fp8stack.layers.kernels import replay
 from fp8stack.layers.kernels.attention import attend
 from fp8stack.layers.observe import fp8_linears
-from fp8stack.precision.recipe import RecipeFile
+from fp8stack.precision.recipe_file import RecipeFile
 from fp8stack.training.guard import monitor, policy
 from fp8stack.training.guard.policy import Outcome
 from fp8stack.training.run import Run
@@ -27,6 +27,7 @@ from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
 from tests.support.cases import case
 from tests.support.small_loop import MIXTURE, SmallLoop, changed
+from tests.support.study_recipes import hadamard
 
 NAN, INF = math.nan, math.inf
 
@@ -110,7 +111,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"attention": "fp32"}, {"residual": "bf16"},
     ],
     "current": [
-        {"power_of_two": True}, {"eps": 1e-3}, {"forward_format": "e5m2"},
+        {"power_of_two": True}, {"quantizer": {"eps": 1e-3}}, {"forward_format": "e5m2"},
         {"backward_format": "e4m3"}, {"head": True}, {"exclude": ["*.mlp.down"]},
         {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1}, {"attention": "fp32"},
     ],
@@ -128,13 +129,13 @@ KEYS: dict[str, list[dict[str, Any]]] = {
     "mxfp6_e2m3": [{"weight": {"format": "e3m2"}}],
     "mxfp6_e3m2": [{"backward": "dequantized"}],
     "mxfp4": [
-        {"rounding": "stochastic", "hadamard": 32}, {"grad_output": {"format": "e5m2"}},
+        {"grad_output": {"rounding": "stochastic"}}, {"grad_output": {"format": "e5m2"}},
         {"quantizer": {"block": [1, 16]}}, {"input": {"wgrad": "forward"}},
         {"layers": [{"match": "blocks.0.*", "recipe": "delayed"}]},
     ],
     "nvfp4": [
-        {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, {"rounding": "nearest"},
-        {"hadamard": 0}, {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
+        {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, hadamard(0),
+        {"grad_output": {"rounding": "nearest"}}, {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
         {"backward": "high_precision"},
     ],
     "nvfp4_forward_high": [{"exclude": ["*.mlp.down"]}],
