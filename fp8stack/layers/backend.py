@@ -57,13 +57,11 @@ class Backend:
             phases.
         weights: detects changes of the weights.
         caches_weights: whether quantized weights are cached until they change.
-        chunks_loss: whether an FP8 head computes the loss chunk by chunk, see `chunked_loss`.
         compiles_whole: whether torch.compile traces all layers; else code is compiled around some.
         grouped: builds grouped linears in FP8.
     """
 
     caches_weights = False
-    chunks_loss = True
     compiles_whole = True
     delayed_scaling: type[DelayedScaling] = DelayedScaling  # the class of `delayed`
     observer: Any = None  # is passed the tensors that are cast, see `observe.observing`
@@ -209,11 +207,10 @@ class Backend:
     def register_hooks(self, model: nn.Module) -> None:
         """Register hooks on `model` for the layers that this backend built."""
 
-    def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
-        """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2; `in_root`
-        if the root gathers them. A linear's weight is gathered in FP8 if it is not the root's and a
-        rank can cast its rows as the full weight is cast, and in the compute dtype if the layer is
-        not in FP8; everything else in float32."""
+    def prepare_sharding(self, module: nn.Module) -> None:
+        """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2. A linear's
+        weight is gathered in FP8 if a rank can cast its rows as the full weight is cast, and in the
+        compute dtype if the layer is not in FP8; everything else in float32."""
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
         for layer in module.modules():

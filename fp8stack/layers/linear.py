@@ -8,7 +8,7 @@ and multiplies them, see `GemmBackend`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -34,10 +34,6 @@ class Size(NamedTuple):
     in_features: int
     out_features: int
     bias: bool
-
-
-Function = Callable[[Any, Tensor], Tensor]
-"""See `LowPrecisionLinear.forward`."""
 
 
 class LowPrecisionLayer(nn.Module):
@@ -144,14 +140,8 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         """The weight as [out, in], also if it is stored transposed."""
         return self.weight.t() if self.transposed else self.weight
 
-    def forward(self, input: Tensor, function: Function | None = None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
-
-        Args:
-            input: the input.
-            function: computes the result from this layer and the input, [rows, in] in the compute
-                dtype, in place of the linear: a loss that needs the logits in chunks. As the layer
-                is called, its hooks run.
 
         Raises:
             RuntimeError: the input is of integers or of another width, as in `nn.Linear`.
@@ -172,8 +162,6 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
-            if function is not None:
-                return function(self, rows)
             y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
             return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
@@ -275,14 +263,12 @@ class Call(NamedTuple):
         has_bias: whether the bias gradient, the sum of dy over its rows, is needed.
         after_norm: whether x is the output of a norm. dy then comes from attention, else from the
             backward pass of the next norm, which is a reduction.
-        first_row: the first of these rows that a cast is given, if it is given a chunk of them.
     """
 
     record: bool
     rows: int
     has_bias: bool
     after_norm: bool = False
-    first_row: int = 0
 
 
 class GemmBackend(Protocol):
@@ -435,17 +421,12 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
         db = dy.sum(0, dtype=weight_dtype)
     if not torch.compiler.is_compiling():
         backend.gemm_count += (dx is not None) + (dw is not None)
-    backward_ran(layer, call)
-    return dx, dw, db
-
-
-def backward_ran(layer: GemmLayer, call: Call) -> None:
-    """Note that the backward pass of a call ended."""
     layer.operands.backward_ran()
-    if layer.backend.caches_weights:
-        layer.backend.weights.backward_ran()
+    if backend.caches_weights:
+        backend.weights.backward_ran()
     if call.record and layer.delayed is not None:
         layer.delayed.backward_ran()
+    return dx, dw, db
 
 
 class _Multiply(torch.autograd.Function):

@@ -180,11 +180,6 @@ class Observer:
                 outer = torch.autograd.grad(ACTIVATIONS[activation](leaf), leaf, inner.float())[0]
         self._report(up, "grad_output", outer.to(dy.dtype))
 
-    def report_chunk(self, layer: nn.Module, place: Place, x: Tensor) -> None:
-        """Report the "output" or the "grad_output" of a head that runs chunk by chunk."""
-        if place != "output" or self._outputs:
-            self._report_as_cast(layer, place, x)
-
     def _before(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -203,8 +198,7 @@ class Observer:
     def _after(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
-        if output.ndim:  # else a loss in chunks, see `report_chunk`
-            self._report_output(layer, output, _ends(layer, args, kwargs))
+        self._report_output(layer, output, _ends(layer, args, kwargs))
 
     def _report_output(self, layer: nn.Module, output: Tensor, ends: Tensor | None = None) -> None:
         if self._outputs and not _is_recomputing():

@@ -90,14 +90,14 @@ class LayerDraws:
             self.stream = torch.tensor(stream, device="cpu")
         self.first_stream = self.stream if isinstance(stream, list) else stream
 
-    def bits(self, name: Operand, across: bool, rows: int, start: int = 0) -> RandomBits:
+    def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
         """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
-        rows, those of all groups; of groups, the stream is a vector. The bits begin at the row
-        `start`. Each rank draws the bits of its own rows of the global batch."""
+        rows, those of all groups; of groups, the stream is a vector. Each rank draws the bits of
+        its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self.first_stream
         stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
-        return RandomBits(self._seed, stream, self.counter, first_row + start)
+        return RandomBits(self._seed, stream, self.counter, first_row)
 
 
 def castable(x: Tensor) -> Tensor:
@@ -162,10 +162,9 @@ class OperandQuantizers:
             return None
         return numerics.current_scale(numerics.amax(x), quantizer)
 
-    def bits(self, across: bool, rows: int, start: int = 0) -> RandomBits | None:
-        """Random bits for one copy of `rows` rows from the row `start` on, None if the quantizer is
-        not stochastic."""
+    def bits(self, across: bool, rows: int) -> RandomBits | None:
+        """Random bits for one copy of `rows` rows, None if the quantizer is not stochastic."""
         if not (self.stochastic_across if across else self.stochastic):
             return None
         assert self._draws is not None
-        return self._draws.bits(self.name, across, rows, start)
+        return self._draws.bits(self.name, across, rows)

@@ -285,8 +285,7 @@ class TorchBackend(Backend):
         if kind is ScaleLayout.NV:
             across = quantizers.across if with_columns else None
             assert across != "forward"
-            place = call.rows, call.first_row
-            bits = quantizers.bits(False, *place), quantizers.bits(True, *place)
+            bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
             rows, columns = cast_nvfp4(x, quantizer, across, bits)
         else:
             by_row = kind is ScaleLayout.PER_ROW
@@ -433,11 +432,9 @@ class TorchBackend(Backend):
             )
             return y.view(*x.shape[:-1], down.out_features)
 
-    def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
+    def prepare_sharding(self, module: nn.Module) -> None:
         """See `Backend.prepare_sharding`."""
-        super().prepare_sharding(module, in_root=in_root)
-        if in_root:  # a head, whose loss in chunks needs its weight
-            return
+        super().prepare_sharding(module)
         within, ranks = set(module.modules()), dist.get_world_size()
         for layer in self._layers:
             operand = layer.quantizers["weight"]

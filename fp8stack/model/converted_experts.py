@@ -3,7 +3,7 @@
 Parameters stay in the module of the experts. Each weight gets a grouped linear, a child of the
 module that has no parameters and multiplies with the weight. Experts that use transformers'
 interface keep their class: `config._experts_implementation` dispatches their forward pass to
-`_run_or_pass_on` here. Others get the forward pass of a subclass.
+`_run_or_pass_on` here. Llama 4's get the forward pass of a subclass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class StoredInExperts(GroupedLinear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight as [groups, out, in]."""
         weight: Tensor = getattr(self.stored.module, self.stored.key)
-        if len(weight) > self.groups:
-            weight = weight[: self.groups]
         return weight.transpose(1, 2) if self.stored.transposed else weight
 
     @property
@@ -63,11 +61,8 @@ class StoredInExperts(GroupedLinear):
         return self
 
     def name_at(self, path: str) -> str:
-        """See `LowPrecisionLayer.name_at`: the parameter's path. A parameter called `weight` has
-        its module's."""
-        experts = path.rpartition(".")[0]
-        key = "" if self.stored.key == "weight" else self.stored.key
-        return ".".join(filter(None, (experts, key)))
+        """See `LowPrecisionLayer.name_at`: the parameter's path."""
+        return path.removesuffix(_child(self.stored)) + self.stored.key
 
     @property
     def fits(self) -> bool:
@@ -131,10 +126,8 @@ def convert_experts(weight: ExpertWeight, linear: GroupedLinear) -> None:
             _register()
             # The attribute itself: the property sets that of configurations below it as well.
             config._experts_implementation_internal = implementation
-    elif not isinstance(experts, ConvertedExperts):
-        names = [kind.__name__ for kind in type(experts).__mro__]
-        kind = next(_KINDS[name] for name in names if name in _KINDS)
-        experts.__class__ = subclass(kind, type(experts))
+    elif not isinstance(experts, Llama4Experts):
+        experts.__class__ = subclass(Llama4Experts, type(experts))
 
 
 def _before_loading(
@@ -221,100 +214,33 @@ def run_experts(
     has_gate = getattr(experts, "has_gate", True)
     up = experts.gate_up_proj_linear if has_gate else experts.up_proj_linear
     order, ends = sort_by_group(top_k_index, up.groups)
-    copies = _copies(order, top_k_index)
+    copies = torch.argsort(order).view(top_k_index.shape)  # the indices of each token's rows
     inner = up(gather(hidden_states, order // copies.shape[1], copies), ends)
     inner = experts._apply_gate(inner) if has_gate else experts.act_fn(inner)
     outputs = experts.down_proj_linear(inner, ends)
     if getattr(experts, "has_post_expert_norm", False):
         outputs = experts.post_expert_norm(outputs)
-    return _weighted_sum(outputs, order, copies, top_k_weights).to(hidden_states.dtype)
-
-
-def _copies(order: Tensor, top_k_index: Tensor) -> Tensor:
-    """The places of each token's rows among the rows in `order`: int64 [tokens, k]."""
-    return torch.argsort(order).view(top_k_index.shape)
-
-
-def _weighted_sum(outputs: Tensor, order: Tensor, copies: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The sums over each token's experts, [tokens, width], of outputs that are sorted by expert."""
     y = gather(outputs, copies.flatten(), order[:, None])
     weighted = y.view(*copies.shape, y.shape[-1]) * top_k_weights.unsqueeze(-1)
-    return weighted.sum(dim=1)
+    return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-class ConvertedExperts(nn.Module):
-    """Experts that do not use the interface: a subclass has their forward pass."""
-
-    def multiply(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The forward pass by the grouped linears."""
-        raise NotImplementedError
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The forward pass of the experts' class."""
-        if _is_converted(self):
-            return self.multiply(*args, **kwargs)
-        y: Tensor = super().forward(*args, **kwargs)
-        return y
-
-
-class RoutedExperts(ConvertedExperts):
-    """Experts that take what `run_experts` takes."""
-
-    multiply = run_experts
-
-
-class ParallelExperts(ConvertedExperts):
-    """JetMoE's: one linear for each expert."""
-
-    weight_linear: GroupedLinear
-
-    def multiply(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
-        """[rows, in], sorted by expert, and the number of rows of each -> [rows, out]."""
-        sizes = torch.tensor(expert_size, device=inputs.device)
-        y: Tensor = self.weight_linear(inputs, sizes.cumsum(0, dtype=torch.int32))
-        return y
-
-
-class EqualExperts(ConvertedExperts):
-    """Llama 4's: each expert takes all tokens, those of others as zeros."""
+class Llama4Experts(nn.Module):
+    """Llama 4's experts, each of which takes all tokens: the tokens of others as zeros."""
 
     gate_up_proj_linear: GroupedLinear
     down_proj_linear: GroupedLinear
     act_fn: nn.Module
 
-    def multiply(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """[experts * tokens, width], sorted by expert -> the same shape."""
+        if not _is_converted(self):
+            y: Tensor = super().forward(hidden_states)
+            return y
         groups = self.gate_up_proj_linear.groups
         rows = hidden_states.view(-1, hidden_states.shape[-1])
         numbers = torch.arange(1, groups + 1, device=rows.device, dtype=torch.int32)
         ends = numbers * (len(rows) // groups)
         gate, up = self.gate_up_proj_linear(rows, ends).chunk(2, dim=-1)
-        y: Tensor = self.down_proj_linear(up * self.act_fn(gate), ends)
+        y = self.down_proj_linear(up * self.act_fn(gate), ends)
         return y
-
-
-class ExpertsWithIdentities(ConvertedExperts):
-    """LongCat's: experts with numbers after the last one's return their input."""
-
-    gate_up_proj_linear: GroupedLinear
-    down_proj_linear: GroupedLinear
-    act_fn: nn.Module
-
-    def multiply(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See `run_experts`."""
-        order, ends = sort_by_group(top_k_index, self.gate_up_proj_linear.groups)
-        copies = _copies(order, top_k_index)
-        rows = gather(hidden_states, order // copies.shape[1], copies)
-        routed, unchanged = rows.tensor_split([int(ends[-1])])
-        gate, up = self.gate_up_proj_linear(routed, ends).chunk(2, dim=-1)
-        outputs = self.down_proj_linear(self.act_fn(gate) * up, ends)
-        outputs = torch.cat([outputs, unchanged])
-        return _weighted_sum(outputs, order, copies, top_k_weights).to(hidden_states.dtype)
-
-
-_KINDS: dict[str, type[ConvertedExperts]] = {
-    "JetMoeParallelExperts": ParallelExperts,
-    "Llama4TextExperts": EqualExperts,
-    "LongcatFlashExperts": ExpertsWithIdentities,
-    "Step3p7Experts": RoutedExperts,
-}

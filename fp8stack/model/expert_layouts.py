@@ -1,7 +1,7 @@
 """The layouts of experts whose matrices are stacked in one parameter, [experts, out, in].
 
 transformers' experts declare theirs, as arguments of `use_experts_implementation` in
-`transformers.integrations.moe`; of its other classes, those in `_LAYOUTS` are known.
+`transformers.integrations.moe`. Of its other classes, Llama 4's is known.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 INTERFACE = "transformers.integrations.moe"
+LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
 
 
 class ParameterLayout(NamedTuple):
@@ -27,24 +28,6 @@ class ParameterLayout(NamedTuple):
     has_bias: bool = False
 
 
-# transformers' experts that do not use its interface, by module and class.
-_LAYOUTS = {
-    ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): ParameterLayout(
-        ("weight",)
-    ),
-    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): ParameterLayout(
-        ("gate_up_proj", "down_proj"), transposed=True
-    ),
-    (
-        "transformers.models.longcat_flash.modeling_longcat_flash",
-        "LongcatFlashExperts",
-    ): ParameterLayout(("gate_up_proj", "down_proj")),
-    ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): ParameterLayout(
-        ("gate_up_proj", "down_proj")
-    ),
-}
-
-
 class ExpertWeight(NamedTuple):
     """A parameter that has a matrix for each expert.
 
@@ -53,21 +36,24 @@ class ExpertWeight(NamedTuple):
         key: the parameter's name there.
         keys: the names of all its parameters that have something for each expert.
         bias: the name of the biases, [experts, out]; "" without.
-        groups: the number of experts that are multiplied with.
         shape: the parameter's shape.
         transposed: whether a matrix is stored as [in, out].
         paths: the parameter's path, which is its name, and the module's; again for each further
-            place of the module. A parameter called `weight` has the module's path.
+            path of the module.
     """
 
     module: nn.Module
     key: str
     keys: list[str]
     bias: str
-    groups: int
     shape: tuple[int, ...]
     transposed: bool
     paths: list[str]
+
+    @property
+    def groups(self) -> int:
+        """The number of experts."""
+        return self.shape[0]
 
     @property
     def in_features(self) -> int:
@@ -98,9 +84,8 @@ def find_layout(module: nn.Module) -> ParameterLayout | None:
         return ParameterLayout(keys, bool(transposed), bool(has_bias))
     kinds: tuple[Any, ...] = type(module).__mro__
     for kind in kinds:
-        layout = _LAYOUTS.get((kind.__module__, kind.__name__))
-        if layout is not None and type(module).forward is kind.forward:
-            return layout
+        if (kind.__module__, kind.__name__) == LLAMA4 and type(module).forward is kind.forward:
+            return ParameterLayout(("gate_up_proj", "down_proj"), transposed=True)
     return None
 
 
@@ -114,8 +99,7 @@ def find_expert_weights(model: nn.Module) -> list[ExpertWeight]:
         if id(module) not in weights:
             weights[id(module)] = _weights(module, layout)
         for weight in weights[id(module)]:
-            name = f"{path}.{weight.key}" if path else weight.key
-            weight.paths.extend([path] if path and weight.key == "weight" else [name, path])
+            weight.paths.extend([f"{path}.{weight.key}" if path else weight.key, path])
     return [weight for of_module in weights.values() for weight in of_module]
 
 
@@ -127,16 +111,13 @@ def _weights(module: nn.Module, layout: ParameterLayout) -> list[ExpertWeight]:
     shapes = {key: tuple(x.shape) for key, x in tensors.items() if isinstance(x, Tensor)}
     if any(len(shapes.get(key, ())) != 3 for key in layout.keys):
         return []
-    groups = min(shapes[key][0] for key in layout.keys)  # LongCat's up has more than it uses
     biases = {key: f"{key}_bias" if layout.has_bias else "" for key in layout.keys}
     weights = [
-        ExpertWeight(
-            module, key, [*tensors], biases[key], groups, shapes[key], layout.transposed, []
-        )
+        ExpertWeight(module, key, [*tensors], biases[key], shapes[key], layout.transposed, [])
         for key in layout.keys
     ]
-    consistent = all(
-        not weight.bias or shapes.get(weight.bias) == (groups, weight.out_features)
+    consistent = len({weight.groups for weight in weights}) == 1 and all(
+        not weight.bias or shapes.get(weight.bias) == (weight.groups, weight.out_features)
         for weight in weights
     )
     return weights if consistent else []

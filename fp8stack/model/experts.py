@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 _EXPERT = re.compile(r"expert|moe|mixture", re.IGNORECASE)
 _NUMBERED = re.compile(r"(experts?_?)?\d+")
-_CHOOSES = re.compile(r"(Router|Gate|Gating)$")  # class names of modules that choose experts
 
 # Words in the names of linears that choose experts; elsewhere a gate belongs to an MLP.
 _ROUTER_WORDS = {"gate", "gating", "router", "routing", "route", "switch", "wg", "noise"}
@@ -141,7 +140,7 @@ def find_routers(
     declared = _declared_float32(model, linears)
     for mixture in mixtures:
         inside = {path for path in _below(mixture.path, linears) if not mixture.holds(path)}
-        routers |= set(_chosen(model, linears, mixture, inside))
+        routers |= _chosen(linears, mixture, inside)
         routers |= declared & inside
         above = mixture.path.rpartition(".")[0]
         routers |= {
@@ -173,29 +172,18 @@ def _has_router_word(name: str) -> bool:
 
 
 def _chosen(
-    model: nn.Module,
-    linears: Mapping[str, tuple[int, int]],
-    mixture: ExpertModule,
-    inside: set[str],
-) -> list[str]:
+    linears: Mapping[str, tuple[int, int]], mixture: ExpertModule, inside: set[str]
+) -> set[str]:
     """Find the routers among a mixture's linears outside its experts, `inside`."""
     start = len(mixture.path) + 1 if mixture.path else 0
-    direct = [path for path in inside if "." not in path[start:]]
-    named = [
-        path
-        for path in direct
-        if _has_router_word(path[start:]) and linears[path][1] in (1, *mixture.counts)
-    ]
-    for name, child in model.get_submodule(mixture.path).named_children():
-        if name in mixture.experts or isinstance(child, nn.Linear):
-            continue
-        if _has_router_word(name) or _CHOOSES.search(type(child).__name__):
-            prefix = f"{mixture.path}.{name}" if mixture.path else name
-            named += _below(prefix, dict.fromkeys(inside))
+    named = set()
+    for path in inside:
+        child, *deeper = path[start:].split(".")
+        if _has_router_word(child) and (deeper or linears[path][1] in (1, *mixture.counts)):
+            named.add(path)
     # Another projection may have as many outputs by chance, so names come first.
-    if any(linears[path][1] in mixture.counts for path in named):
-        return named
-    return named + [path for path in direct if linears[path][1] in mixture.counts]
+    wide = {path for path in inside if linears[path][1] in mixture.counts}
+    return named if named & wide else named | wide
 
 
 def _declared_float32(model: nn.Module, linears: Mapping[str, tuple[int, int]]) -> set[str]:

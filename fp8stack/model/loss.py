@@ -17,15 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack.layers.chunked_loss import Chunks, cross_entropy
-from fp8stack.layers.linear import LowPrecisionLinear, QuantizedLinear
-from fp8stack.precision.profit import HEAD_CHUNK_ROWS
+from fp8stack.layers.linear import LowPrecisionLinear
 
 CHUNK_BYTES = 128 * 2**20
 """The size of a chunk's float32 logits in bytes. Larger chunks give faster GEMMs and fewer
 accumulations into weight gradients."""
-
-FP8_CHUNK_ROWS = HEAD_CHUNK_ROWS  # unless `CHUNK_BYTES` allow more
 
 
 def head_loss(
@@ -35,16 +31,14 @@ def head_loss(
 
     If the logits fit into one chunk, exactly this expression is computed. Otherwise:
 
-    - An FP8 head of the backends emulate and torch runs chunk by chunk, in compiled code as well,
-      and is recomputed in the backward pass, see `chunked_loss.cross_entropy`.
-    - Other heads in compiled code compute the expression: inductor fuses the float32 logits into
-      neighbouring operations.
-    - Another head with logits in half precision, or in FP8 by Transformer Engine, runs once, over
-      all rows; the cross-entropy processes chunks of the logits. In bf16, the forward pass also
-      computes the gradient of the logits, so that the softmax is computed once and the logits are
-      not saved. In fp16 and for an FP8 head, the backward pass computes the gradient from saved
-      logits: fp16 would underflow without the loss scale, and FP8 must cast the same gradient as
-      compiled code, with all factors of the loss.
+    - Compiled code computes the expression: inductor fuses the float32 logits into neighbouring
+      operations.
+    - A head with logits in half precision, or in FP8, runs once, over all rows; the cross-entropy
+      processes chunks of the logits. In bf16, the forward pass also computes the gradient of the
+      logits, so that the softmax is computed once and the logits are not saved. In fp16 and for an
+      FP8 head, the backward pass computes the gradient from saved logits: fp16 would underflow
+      without the loss scale, and FP8 must cast the same gradient as compiled code, with all factors
+      of the loss.
     - A plain float32 head runs chunk by chunk; the forward pass also computes the gradients, so
       that no logits are saved or recomputed.
 
@@ -59,17 +53,8 @@ def head_loss(
         float32, 0-dim; NaN if every target is ignored.
     """
     targets_N = targets.flatten()
-    is_chunked = _is_quantized(head)
-    rows = rows or chunk_rows(vocabulary, is_chunked)
-    fits = len(targets_N) <= rows
-    if is_chunked and not fits:
-        # A tensor without memory needs no slices.
-        softmax_rows = rows if x.is_meta else min(rows, chunk_rows(vocabulary))
-        chunks = Chunks(vocabulary, rows, softmax_rows)
-        function = partial(cross_entropy, targets=targets_N, chunks=chunks)
-        chunked: Tensor = head(x, function)
-        return chunked
-    if fits or torch.compiler.is_compiling():
+    rows = rows or chunk_rows(vocabulary)
+    if len(targets_N) <= rows or torch.compiler.is_compiling():
         return F.cross_entropy(head(x).float()[..., :vocabulary].flatten(0, -2), targets_N)
     if _runs_by_chunks(head, x):
         module, inputs, at_once = head, x.flatten(0, -2), True
@@ -89,22 +74,13 @@ def head_loss(
     return torch.stack(losses).sum() / _count(targets_N)
 
 
-def chunk_rows(vocabulary: int, fp8: bool = False) -> int:
-    """The rows of a chunk of a head, in FP8 or not: a multiple of 128, the longest block of FP8
-    recipes."""
-    rows = CHUNK_BYTES // (4 * vocabulary) // 128 * 128
-    return max(rows, FP8_CHUNK_ROWS if fp8 else 128)
-
-
-def _is_quantized(head: nn.Module) -> bool:
-    """Whether `chunked_loss.cross_entropy` can run this head."""
-    if not isinstance(head, QuantizedLinear) or not head.in_fp8 or head.bias is not None:
-        return False
-    return head.backend.chunks_loss
+def chunk_rows(vocabulary: int) -> int:
+    """The rows of a chunk, a multiple of 128."""
+    return max(CHUNK_BYTES // (4 * vocabulary) // 128 * 128, 128)
 
 
 def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
-    """Whether a head that is not in FP8 runs once per chunk: if its logits are float32."""
+    """Whether the head runs once per chunk: if it is plain and its logits are float32."""
     # Not subclasses of nn.Linear, whose parameters may not be plain tensors.
     plain = type(head) is nn.Linear and head.weight.dtype == torch.float32
     return plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type))

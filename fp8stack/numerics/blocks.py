@@ -1,41 +1,82 @@
-"""Blocks of a tensor that share a scale: splitting a tensor, and the amaxes of its blocks."""
+"""Blocks of a tensor that share a scale: their sizes, rounding rules, splits and amaxes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.common.formats import Quantizer
-from fp8stack.numerics.cast import magnitude
+from fp8stack.numerics.cast import is_readable, magnitude
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale; 0 is all of them."""
 
 
-def block_sizes(quantizer: Quantizer, shape: Sequence[int], dim: int) -> list[int]:
-    """The size of a block in each dimension of a tensor that a GEMM reduces over `dim`, from 0;
-    blocks of no fixed size are rows along `dim`."""
-    sizes = [1] * len(shape)
-    if quantizer.blocks is None:
-        sizes[dim] = max(1, shape[dim])
-        return sizes
-    across, sizes[dim] = quantizer.blocks
+@dataclass(frozen=True)
+class RoundingRule:
+    """A rounding rule of a matrix, for one GEMM or for two.
+
+    Attributes:
+        quantizer: the quantizer.
+        blocks: the rows and columns of a block, for each result.
+        dim: the dimension that a Hadamard transform mixes.
+    """
+
+    quantizer: Quantizer
+    blocks: tuple[Block, ...]
+    dim: int = 1
+
+    @property
+    def carries(self) -> bool:
+        """Whether values carry the scales of their blocks."""
+        return self.blocks[0][0] * self.blocks[0][1] > 0
+
+    @cached_property
+    def has_factor(self) -> bool:
+        """Whether the GEMM's output is multiplied by a factor."""
+        return not self.carries or self.quantizer.scale == "e4m3"
+
+    def shape(self, rows: int, columns: int) -> Block:
+        """Rows and columns of the result, padded for a Hadamard transform."""
+        size = self.quantizer.hadamard or 1
+        if self.dim == 0:
+            return -(-rows // size) * size, columns
+        return rows, -(-columns // size) * size
+
+    def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of the factor of one result."""
+        return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
+
+
+def block_sizes(quantizer: Quantizer, ndim: int, dim: int) -> list[int]:
+    """The size of a block in each dimension of a tensor that a GEMM reduces over `dim`, from 0; 0
+    for all of a dimension."""
+    if quantizer.per_tensor:
+        return [0] * ndim
+    sizes = [1] * ndim
+    across, sizes[dim] = quantizer.blocks or (1, 0)
     if across > 1:
-        if len(shape) < 2:
+        if ndim < 2:
             raise ValueError(f"A block {quantizer.blocks} does not fit a tensor of one dimension.")
-        sizes[-2 if dim == len(shape) - 1 else -1] = across
+        sizes[-2 if dim == ndim - 1 else -1] = across
     return sizes
 
 
 def split_into_blocks(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`x` padded with zeros and viewed as [n0, b0, n1, b1, ...], and the way back to its shape."""
+    """`x` padded with zeros and viewed as [n0, b0, n1, b1, ...], and the way back to its shape. A
+    size of 0 is all of a dimension, and at least one element."""
     padding: list[int] = []
     for length, size in zip(reversed(x.shape), reversed(sizes), strict=True):
-        padding += [0, -length % size]
+        padding += [0, -length % size if size else int(length == 0)]
     padded = F.pad(x, padding) if any(padding) else x
     shape: list[int] = []
     for length, size in zip(padded.shape, sizes, strict=True):
-        shape += [length // size, size]
+        shape += [length // size, size] if size else [1, length]
 
     def restore(blocks: Tensor) -> Tensor:
         unblocked = blocks.reshape(padded.shape)
@@ -51,7 +92,13 @@ def split_into_blocks(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Callable
 
 def block_amax(blocks: Tensor) -> Tensor:
     """The amax of each block of [n0, b0, n1, b1, ...], NaN ignored: [n0, 1, n1, 1, ...]."""
-    return magnitude(blocks).amax(dim=list(range(1, blocks.ndim, 2)), keepdim=True)
+    dims = list(range(1, blocks.ndim, 2))
+    if is_readable(blocks):  # without a copy
+        low, high = blocks.amin(dims, keepdim=True), blocks.amax(dims, keepdim=True)
+        largest = torch.maximum(low.abs(), high.abs())
+        if not bool(largest.isnan().any()):
+            return largest
+    return magnitude(blocks).amax(dims, keepdim=True)
 
 
 def spread(scales: Tensor, sizes: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -2,26 +2,26 @@
 
 The functions return all figures of a matrix as one tensor on its device, see `FIGURES`. On a GPU
 the host waits for none of them. Sums are float64, which holds the square of any float32. The
-quantized values come from `rounding` and equal the bytes.
+quantized values come from `scales.round_blocks` and equal the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8stack.common.formats import Quantizer, named_format
-from fp8stack.numerics.blocks import block_amax, block_sizes, split_into_blocks
+from fp8stack.numerics.blocks import block_sizes, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import check_arguments
 from fp8stack.numerics.random import RandomBits
-from fp8stack.numerics.rounding import round_scaled
-from fp8stack.numerics.scales import Scales, given_scale, scales_of
+from fp8stack.numerics.scales import round_blocks, scale_blocks
 
 FIGURES = (
     *("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest"),
@@ -78,62 +78,52 @@ def quantization_error(
         return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
-    target = quantizer.element
-    sizes = [1, 1] if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
-    # A block of all rows spans several chunks.
-    tall = sizes[0] >= len(x) > 1
-    height = 1 if tall else sizes[0]
-    if quantizer.per_tensor:
-        amaxes = amax(x.to(torch.float32))
-    else:
-        chunk_amaxes = [block_amax(_blocks(chunk, sizes)) for _, chunk in _parts(x, height)]
-        amaxes = torch.stack(chunk_amaxes).amax(0) if tall else torch.cat(chunk_amaxes)
-    scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
-    if scales.out is not None and quantizer.scale == "e4m3":
+    target, sizes = quantizer.element, block_sizes(quantizer, 2, dim)
+    if sizes[0] >= len(x):
+        sizes[0] = 0  # a block of all rows, which are not padded
+    blocks, computed_amaxes, scales, _ = scale_blocks(x, quantizer, sizes, dtype, scale)
+    amaxes = amax(x) if computed_amaxes is None else computed_amaxes
+    into, out = scales.into, scales.out
+    if out is not None and quantizer.scale == "e4m3":
         # A block whose scale rounded to zero is lost to zero, not clipped.
-        lost = (scales.out == 0) & (amaxes > 0)
-        scales = scales._replace(into=torch.where(lost, 0.0, scales.into))
-    largest = (amaxes * scales.into).max()
+        into = torch.where((out == 0) & (amaxes > 0), 0.0, into)
+    largest = (amaxes * into).max()
     last_step = 2.0 ** (math.floor(math.log2(target.max)) - target.mantissa_bits)
     limit = target.max + last_step / 2
     clips = largest.device.type != "cpu" or float(largest) > limit
-    sums = []
-    survivors = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start, chunk in _parts(x, height):
-        blocks = _blocks(chunk, sizes)
-        chunk_blocks = slice(None)
-        if amaxes.ndim and len(amaxes) > 1:
-            chunk_blocks = slice(start // height, start // height + len(blocks))
-        into = scales.into[chunk_blocks] if amaxes.ndim else scales.into
-        out = None if scales.out is None else scales.out[chunk_blocks]
+    # Chunks are rows of blocks or, where a block has all rows, rows of blocks that share scales.
+    height = sizes[0] or 1
+    step = _rows_of_chunk(x, height) // height
+    sums, survivors = [], []
+    for index, chunk in enumerate(blocks.split(step, 0 if sizes[0] else 1)):
+        of_chunk: Any = slice(index * step, (index + 1) * step) if sizes[0] else ...
+        chunk_into, chunk_out = into[of_chunk], None if out is None else out[of_chunk]
         bits = None
         if quantizer.stochastic and generator is not None:
-            drawn = replace(generator, first_row=generator.first_row + start)
-            bits = _blocks(drawn.bits(*chunk.shape), sizes)
-        rounded = round_scaled(blocks, Scales(into, into, out, None), target, bits)
-        clipped = emptied = chunk.new_zeros(())
+            first_row = index * step * height
+            drawn = replace(generator, first_row=generator.first_row + first_row)
+            rows = min(step * height, len(x) - first_row)
+            bits, _ = split_into_blocks(drawn.bits(rows, x.shape[1]), sizes)
+        rounded = round_blocks(chunk, chunk_into, chunk_out, target, bits)
+        clipped = chunk.new_zeros(())
         if clips:  # a comparison with NaN is false
-            clipped = ((blocks * into).abs() > limit).sum()
+            clipped = ((chunk * chunk_into).abs() > limit).sum()
         factor = scales.factor
         if quantizer.blocks is None:
             # Divided in float64, so that the figures hold no error but the values'.
-            factor = (1.0 / into.to(torch.float64)).expand(blocks.shape)
+            factor = (1.0 / chunk_into.to(torch.float64)).expand(chunk.shape)
         else:
-            count = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
-            survivors = survivors + count if tall else count
-            if not tall or start + len(chunk) == len(x):
-                emptied = ((survivors == 0) & (amaxes[chunk_blocks] > 0)).sum()
-        sums.append([clipped, *_losses(blocks, rounded, factor), emptied])
-    used = (amaxes * scales.into > 0) | ~(amaxes > 0).any()
-    least = torch.where(used, scales.into, torch.inf).min()
-    most = torch.where(used, scales.into, 0.0).max()
-    return _figures(x, sums, amaxes.max(), largest, amaxes.numel(), least, most)
-
-
-def _blocks(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Some rows in blocks, padded with zeros, which change no figure. If a block spans all rows,
-    these rows are one block."""
-    return split_into_blocks(rows, [min(sizes[0], len(rows)), sizes[1]])[0]
+            survivors.append(rounded.ne(0).sum(dim=(1, 3), keepdim=True))
+        sums.append([clipped, *_losses(chunk, rounded, factor)])
+    emptied = amaxes.new_zeros((), dtype=torch.float64)
+    if survivors:
+        counts = torch.cat(survivors) if sizes[0] else torch.stack(survivors).sum(0)
+        emptied = ((counts == 0) & (amaxes > 0)).sum(dtype=torch.float64)
+    used = (amaxes * into > 0) | ~(amaxes > 0).any()
+    least = torch.where(used, into, torch.inf).min()
+    most = torch.where(used, into, 0.0).max()
+    of_blocks = amaxes.max(), largest, emptied / amaxes.numel(), least, most
+    return _figures(x, sums, *of_blocks)
 
 
 def joint_error(figures: Sequence[Tensor], elements: Sequence[int]) -> Tensor:
@@ -170,12 +160,13 @@ def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.numel():
         return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
     sums = []
-    for _, chunk in _parts(x, 1):
+    for rows in x.split(_rows_of_chunk(x)):
+        chunk = rows.to(torch.float32)
         values = chunk.to(dtype).to(torch.float32)
-        sums.append([values.isinf().sum(), *_losses(chunk, values, None), chunk.new_zeros(())])
+        sums.append([values.isinf().sum(), *_losses(chunk, values, None)])
     size = amax(x.to(torch.float32))
     scale = torch.ones_like(size)
-    return _figures(x, sums, size, size, 1, scale, scale)
+    return _figures(x, sums, size, size, x.new_zeros(()), scale, scale)
 
 
 def sqnr_db(signal: float, noise: float) -> float | None:
@@ -195,27 +186,21 @@ def headroom_bits(largest: float, format: str) -> float | None:
     return math.log2(target.max) - math.log2(largest)
 
 
-def _figures(
-    x: Tensor, sums: list[list[Tensor]], size: Tensor, largest: Tensor, blocks: int, *ends: Tensor
-) -> Tensor:
-    """`FIGURES` from the counts of clipped elements, the results of `_losses` and the counts of
-    blocks that became all zero, for each chunk of `x`."""
+def _figures(x: Tensor, sums: list[list[Tensor]], size: Tensor, *of_scales: Tensor) -> Tensor:
+    """`FIGURES` from the counts of clipped elements and the results of `_losses` for each chunk of
+    `x`; `size` is its amax, and `of_scales` are the figures from `largest` on."""
     columns = zip(*sums, strict=True)
     totals = [torch.stack([figure.double() for figure in column]).sum() for column in columns]
-    clipped, lost, nonfinite, signal, noise, emptied = totals
+    clipped, lost, nonfinite, signal, noise = totals
     shares = [count / x.numel() for count in (clipped, lost, nonfinite)]
-    figures = [size, *shares, signal, noise, largest, emptied / blocks, *ends]
+    figures = [size, *shares, signal, noise, *of_scales]
     return torch.stack([figure.to(torch.float64) for figure in figures])
 
 
-def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
-    """Chunks of the matrix `x` of a multiple of `height` rows, with the index of their first row:
-    float32, contiguous."""
-    rows, columns = x.shape
-    chunk = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
-    step = max(1, chunk // columns // height) * height
-    for start in range(0, rows, step):
-        yield start, x[start : start + step].to(torch.float32).contiguous()
+def _rows_of_chunk(x: Tensor, height: int = 1) -> int:
+    """The rows of a chunk of the matrix `x`, a multiple of `height`."""
+    elements = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
+    return max(1, elements // x.shape[1] // height) * height
 
 
 def _losses(source: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:

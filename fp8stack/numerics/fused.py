@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8stack.common.terminal import warn
+from fp8stack.numerics.blocks import RoundingRule
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
-from fp8stack.numerics.rounding_rule import RoundingRule
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import CastWork

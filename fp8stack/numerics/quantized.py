@@ -5,7 +5,6 @@ The values that an emulated GEMM multiplies, which equal the bytes, are in `roun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,21 +13,15 @@ from torch import Tensor
 
 from fp8stack.common.errors import described
 from fp8stack.common.formats import Quantizer
-from fp8stack.numerics.blocks import (
-    block_amax,
-    block_sizes,
-    split_into_blocks,
-    spread,
-)
+from fp8stack.numerics.blocks import block_sizes, spread
 from fp8stack.numerics.cast import amax, check_dtype, encode, saturated
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import (
     OUT_OF_TWO_LEVELS,
     e8m0_value,
-    given_scale,
     max_of,
-    scales_of,
+    scale_blocks,
 )
 
 
@@ -92,45 +85,22 @@ def quantize(
     x, shape, dtype = x.detach(), x.shape, x.dtype
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
-    bits = None
+    sizes = block_sizes(quantizer, x.ndim, dim)
+    blocks, amaxes, scales, restore = scale_blocks(x, quantizer, sizes, dtype, scale)
+    scaled, target, bits = restore(blocks * scales.into), quantizer.element, None
     if quantizer.stochastic and generator is not None:
         columns = x.shape[-1]
         bits = generator.bits(x.numel() // max(1, columns), columns).view(x.shape)
-    sizes = None if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
-    data, stored, largest = _bytes(x, sizes, quantizer, dtype, bits, scale)
-    if quantizer.block == "row" and not shape[dim]:  # a row without an element has a scale, too
-        stored = stored.new_ones([1 if axis == dim else size for axis, size in enumerate(shape)])
-    data = _packed(data, dim) if quantizer.element_bits == 4 else data
-    return Quantized(data, stored, max_of(largest), quantizer, dim, shape, x.isnan().any())
-
-
-def _bytes(
-    x: Tensor,
-    sizes: Sequence[int] | None,
-    quantizer: Quantizer,
-    dtype: torch.dtype,
-    bits: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes of `x`, which came of a tensor of `dtype`, in blocks of these sizes or, for None,
-    with one scale; its scales as `Quantized` has them; and its amaxes."""
-    if sizes is None:
-        largest = amax(x)
-        scales = scales_of(largest, quantizer, dtype) if scale is None else given_scale(scale)
-        scaled, stored = x.to(torch.float32) * scales.into, scales.stored
+    if target.dtype is None or bits is not None:
+        data = encode(scaled, target, bits).view(target.dtype or torch.uint8)
     else:
-        blocks, restore = split_into_blocks(x, sizes)
-        largest = block_amax(blocks)
-        scales = scales_of(largest, quantizer, dtype)
-        scaled = restore(blocks * scales.into)  # in float32, which scales of blocks are in
-        stored = scales.stored.reshape(largest.shape[::2])
-        if quantizer.scale == "e8m0":
-            stored = stored.to(torch.uint8).view(torch.float8_e8m0fnu)
-    target = quantizer.element
-    if target.dtype is None:
-        return encode(scaled, target, bits), stored, largest
-    data = saturated(scaled, target) if bits is None else encode(scaled, target, bits)
-    return data.view(target.dtype), stored, largest
+        data = saturated(scaled, target)
+    stored = scales.stored.reshape(scales.stored.shape[::2])
+    if quantizer.scale == "e8m0":
+        stored = stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+    data = _packed(data, dim) if quantizer.element_bits == 4 else data
+    largest = amax(x) if amaxes is None else max_of(amaxes)
+    return Quantized(data, stored, largest, quantizer, dim, shape, x.isnan().any())
 
 
 def dequantize(quantized: Quantized) -> Tensor:
@@ -164,7 +134,7 @@ def _check_scales(quantized: Quantized) -> None:
     shape = list(quantized.shape)
     if quantizer.hadamard:
         shape[quantized.dim] += -shape[quantized.dim] % quantizer.hadamard
-    sizes = block_sizes(quantizer, shape, quantized.dim)
+    sizes = block_sizes(quantizer, len(shape), quantized.dim)
     expected = [-(-length // size) for length, size in zip(shape, sizes, strict=True)]
     if list(scales.shape) != expected:
         raise ValueError(
@@ -217,7 +187,7 @@ def _per_element(scales: Tensor, quantized: Quantized, values: Tensor) -> Tensor
     quantizer, shape = quantized.quantizer, values.shape
     if quantizer.blocks is None:
         return scales
-    return spread(scales, block_sizes(quantizer, shape, quantized.dim), shape)
+    return spread(scales, block_sizes(quantizer, len(shape), quantized.dim), shape)
 
 
 def check_arguments(

@@ -16,15 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import Format, Quantizer
+from fp8stack.common.formats import Quantizer
 from fp8stack.numerics import fused
-from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
-from fp8stack.numerics.cast import amax, check_dtype, record_amax, round_to_format
+from fp8stack.numerics.blocks import Block, RoundingRule, block_sizes, split_into_blocks
+from fp8stack.numerics.cast import amax, check_dtype, record_amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
-from fp8stack.numerics.rounding_rule import Block, RoundingRule
-from fp8stack.numerics.scales import Scales, given_scale, scales_of
+from fp8stack.numerics.scales import round_blocks, scale_blocks
 
 
 class Rounded(NamedTuple):
@@ -98,23 +97,11 @@ class Rounding(RoundingRule):
     ) -> Rounded:
         """Round `x`, after any Hadamard transform, for one block shape. `dtype` is the dtype of the
         original tensor."""
-        quantizer, x = self.quantizer, x.to(torch.float32).contiguous()
-        sizes = [size or max(1, length) for size, length in zip(block, x.shape, strict=True)]
-        blocks, restore = split_into_blocks(x, sizes)
-        if scale is not None:
-            scales = given_scale(scale)
-        elif block == (0, 0):
-            scales = scales_of(amax(x), quantizer, dtype)
-        else:
-            scales = scales_of(in_memory(block_amax(blocks)), quantizer, dtype)
-            if (
-                not x.numel() and not self.carries
-            ):  # a matrix without columns has no amax, but a factor per row
-                scales = scales._replace(factor=x.new_ones(self.factor_shape(block, *x.shape)))
+        blocks, _, scales, restore = scale_blocks(x, self.quantizer, block, dtype, scale)
         bits = None
-        if quantizer.stochastic and generator is not None:
-            bits, _ = split_into_blocks(generator.bits(*x.shape), sizes)
-        values = round_scaled(blocks, scales, quantizer.element, bits)
+        if self.quantizer.stochastic and generator is not None:
+            bits, _ = split_into_blocks(generator.bits(*x.shape), block)
+        values = round_blocks(blocks, scales.into, scales.out, self.quantizer.element, bits)
         return Rounded(restore(values), scales.factor)
 
     @cached_property
@@ -132,8 +119,7 @@ def _bits(generator: RandomBits) -> fused.Bits:
 def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
     """The rounding rule of `quantizer` for GEMMs that reduce over each of `dims`: 1 (the columns)
     or 0 (the rows)."""
-    across, along = (0, 0) if quantizer.per_tensor else quantizer.blocks or (1, 0)
-    blocks = [(across, along) if dim == 1 else (along, across) for dim in dims]
+    blocks = [(rows, columns) for rows, columns in (block_sizes(quantizer, 2, d) for d in dims)]
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
@@ -184,10 +170,3 @@ def matrix_dim(x: Tensor, dim: int) -> int:
     if x.ndim != 2:
         raise ValueError(f"A tensor of shape {list(x.shape)} is no matrix. Use x.flatten(0, -2)")
     return checked_dim(x, dim)
-
-
-def round_scaled(blocks: Tensor, scales: Scales, target: Format, bits: Tensor | None) -> Tensor:
-    """Scale blocks in float32, round them to `target`, and scale them back unless `scales.out` is
-    None. Rounds stochastically with `bits`, int64 of the blocks' shape, if given."""
-    rounded = round_to_format(blocks * in_memory(scales.into), target, bits)
-    return rounded if scales.out is None else rounded * in_memory(scales.out)

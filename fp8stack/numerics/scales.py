@@ -1,4 +1,4 @@
-"""The scales of blocks, from their amaxes, as any `Quantizer` has them.
+"""The scales of blocks, from their amaxes, as any `Quantizer` has them; and tensors in blocks.
 
 Sources: OCP Microscaling 1.0 for E8M0 scales, Transformer Engine 2.20 for the choice of the scale
 and its kernels for NVFP4, torchao's rowwise; docs/numerics.md has the rules.
@@ -6,6 +6,7 @@ and its kernels for NVFP4, torchao's rowwise; docs/numerics.md has the rules.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,17 @@ import torch
 from torch import Tensor
 
 from fp8stack.common.errors import described
-from fp8stack.common.formats import FORMATS, Quantizer, ScaleRounding, quantized_format
-from fp8stack.numerics.cast import FLT_MAX, inverse, quotient, saturated, tensor_scale
+from fp8stack.common.formats import FORMATS, Format, Quantizer, ScaleRounding, quantized_format
+from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
+from fp8stack.numerics.cast import (
+    FLT_MAX,
+    amax,
+    inverse,
+    quotient,
+    round_to_format,
+    saturated,
+    tensor_scale,
+)
 
 _MANTISSA = 0x7FFFFF
 # The constants of NVFP4, in float32: 1 / 6, and 1 / (6 * 448).
@@ -35,6 +45,55 @@ class Scales(NamedTuple):
     stored: Tensor
     out: Tensor | None
     factor: Tensor | None
+
+
+class ScaledBlocks(NamedTuple):
+    """A tensor in blocks that share a scale.
+
+    Attributes:
+        blocks: float32 [n0, b0, n1, b1, ...], padded with zeros.
+        amaxes: float32 [n0, 1, n1, 1, ...], NaN ignored; 0-dim for one scale per tensor, None if
+            that is given.
+        scales: of the shape of `amaxes`.
+        restore: returns a tensor of the shape of `blocks` in the shape of the original.
+    """
+
+    blocks: Tensor
+    amaxes: Tensor | None
+    scales: Scales
+    restore: Callable[[Tensor], Tensor]
+
+
+def scale_blocks(
+    x: Tensor,
+    quantizer: Quantizer,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    scale: Tensor | None = None,
+) -> ScaledBlocks:
+    """Split a tensor into blocks and compute their scales.
+
+    Args:
+        x: the tensor, after any Hadamard transform.
+        quantizer: the quantizer.
+        sizes: of a block, see `block_sizes`.
+        dtype: the dtype of the tensor that is quantized, in which scales overflow.
+        scale: the scale, if it is given and not computed.
+    """
+    blocks, restore = split_into_blocks(x.to(torch.float32).contiguous(), sizes)
+    if scale is not None:
+        return ScaledBlocks(blocks, None, given_scale(scale), restore)
+    largest = amax(x) if quantizer.per_tensor else in_memory(block_amax(blocks))
+    return ScaledBlocks(blocks, largest, scales_of(largest, quantizer, dtype), restore)
+
+
+def round_blocks(
+    blocks: Tensor, into: Tensor, out: Tensor | None, target: Format, bits: Tensor | None
+) -> Tensor:
+    """Scale blocks in float32, round them to `target`, and scale them back unless `out` is None.
+    Rounds stochastically with `bits`, int64 of the blocks' shape, if given."""
+    rounded = round_to_format(blocks * in_memory(into), target, bits)
+    return rounded if out is None else rounded * in_memory(out)
 
 
 def scales_of(largest: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Scales:

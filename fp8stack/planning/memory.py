@@ -21,7 +21,7 @@ from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.planning.run_config import OptimizerName
-from fp8stack.planning.trace import Trace, loss_chunk, trace
+from fp8stack.planning.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -209,25 +209,22 @@ def _block(setting: Setting, traced: Trace, block: str) -> _Block:
 
 def _loss_workspace(setting: Setting) -> int:
     """Temporary memory of the loss: logits in the forward pass, and in the backward pass the
-    gradients of the log-probabilities and of the logits, float32, of a chunk at most. An FP8 head
-    in chunks has the logits of a chunk or the casts of their gradient, the gradient of its weight
-    and the addend of a chunk."""
-    config, plan, layer = setting.config, setting.plan, setting.plan.layer("lm_head")
-    rows, (chunk, is_chunked) = setting.sequences * setting.context, loss_chunk(config, plan)
+    gradients of the log-probabilities and of the logits, float32, of a chunk at most; or the casts
+    of the gradient of an FP8 head's logits."""
+    plan, layer = setting.plan, setting.plan.layer("lm_head")
+    vocabulary, padded = setting.config.vocabulary, layer.out_features
+    rows, chunk = setting.sequences * setting.context, losses.chunk_rows(vocabulary)
     c = DTYPES[plan.compute_dtype].itemsize
-    vocabulary, padded = config.vocabulary, layer.out_features
     if rows <= chunk:
         forth = c * padded + (4 * padded if c < 4 else 0)
         forth += 4 * vocabulary if padded > vocabulary else 0
         return rows * max(forth, 2 * 4 * vocabulary)
-    if is_chunked:
-        logits, weight = chunk * padded, FLOAT * layer.in_features * padded
-        softmax = 3 * FLOAT * min(chunk, losses.chunk_rows(vocabulary)) * vocabulary
-        gradient = c * setting.sequences * setting.context * layer.in_features
-        casts = _gradient_casts(plan, layer) * logits
-        return gradient + weight + max(c * logits + max(softmax, casts), casts + weight)
-    # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
-    return (0 if c == FLOAT else c * rows * padded) + 3 * FLOAT * chunk * vocabulary
+    # One chunk's log-probabilities besides, and where the head ran over all rows, the gradients of
+    # their logits; in float32, the chunk's own is counted already.
+    gradients = c * (rows if c < FLOAT else rows - chunk if layer.fp8 else 0) * padded
+    softmax = 3 * FLOAT * chunk * vocabulary
+    casts = _gradient_casts(plan, layer) * rows * padded if layer.fp8 else 0
+    return max(gradients + softmax, casts)
 
 
 def _gradient_casts(plan: Plan, layer: LayerPlan) -> int:
@@ -235,7 +232,8 @@ def _gradient_casts(plan: Plan, layer: LayerPlan) -> int:
     assert layer.quantizers is not None
     turned = layer.quantizers.turned("grad_output")
     if plan.backend_of(layer) == "emulate":
-        return FLOAT * (1 if turned else 3)  # in blocks a source and two layouts
+        rounds = plan.compute_dtype != "fp32"  # in blocks two layouts and a float32 source
+        return FLOAT * (1 if turned else 2 + rounds)
     return 2
 
 
@@ -292,14 +290,14 @@ def _gathered(setting: Setting, shapes: Shapes) -> int:
     in_root, in_last = float_bytes(root), float_bytes(last)
     for layer in setting.plan.layers:
         if layer.name.startswith(block):
-            in_last -= _saved_by_gathering(setting, layer, in_root=False)
+            in_last -= _saved_by_gathering(setting, layer)
         elif layer.name == "lm_head" and not setting.config.tied:
-            in_root -= _saved_by_gathering(setting, layer, in_root=True)
+            in_root -= _saved_by_gathering(setting, layer)
     head = float_bytes({"": shapes["embedding.weight"]})  # of the same shape
     return in_root + head + 2 * in_last + float_bytes(last)
 
 
-def _saved_by_gathering(setting: Setting, layer: LayerPlan, *, in_root: bool) -> int:
+def _saved_by_gathering(setting: Setting, layer: LayerPlan) -> int:
     """The bytes of a layer's float32 weight less those of the weight as FSDP2 gathers it."""
     if layer.groups:
         return 0
@@ -308,7 +306,7 @@ def _saved_by_gathering(setting: Setting, layer: LayerPlan, *, in_root: bool) ->
         in_float32 = layer.precision in ("fp32", "tf32")  # a router's
         dtype = torch.float32 if in_float32 else DTYPES[setting.plan.compute_dtype]
         return (FLOAT - dtype.itemsize) * elements
-    if setting.plan.backend_of(layer) != "torch" or in_root:
+    if setting.plan.backend_of(layer) != "torch":
         return 0
     operand = operand_of("weight", LayerOperands(layer.quantizers), layer, in_bf16=False)
     if not is_gathered_in_fp8(operand, layer.out_features, setting.ranks):

@@ -143,7 +143,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
             changed: Any = delegate
-            changed.matmul, changed.chunks_loss = _any_gemm, False
+            changed.matmul = _any_gemm
             changed.fp8_grouped_linear = partial(_grouped_linear, delegate, plan)
             changed.register_hooks = partial(_register_hooks, delegate)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
@@ -153,18 +153,18 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 
 
 def gather_weights(model: nn.Module, backend: Backend) -> None:
-    """Quantize and cast weights in each pass, except weights of the blocks' linears that are
-    gathered in FP8 or in the compute dtype, and are not saved."""
-    head: Any = getattr(model, "lm_head", None)
+    """Quantize and cast weights in each pass, except weights that are gathered in FP8 or in the
+    compute dtype, and are not saved."""
+    tied = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for delegate in (backend, *backend._delegates.values()):
         if isinstance(delegate, TorchBackend):
             delegate._layers = [
                 x
                 for x in delegate._layers
-                if x is not head and is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
+                if tied[id(x.weight)] == 1
+                and is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
             ]
             delegate._grouped_layers = []
-    tied = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for layer in model.modules():
         if type(layer) is CastLinear and tied[id(layer.weight)] == 1:
             layer.weight = nn.Parameter(layer.weight.detach().to(layer.compute_dtype))

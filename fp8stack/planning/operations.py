@@ -16,7 +16,7 @@ from typing import Literal
 from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.planning.steps import TracedStep
-from fp8stack.planning.trace import Trace, loss_chunk, trace
+from fp8stack.planning.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.native_gemms import (
@@ -173,10 +173,6 @@ def _linear(config: GPTConfig, plan: Plan, path: str) -> Iterator[Operation]:
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
     exact = layer.fp8 and plan.backend_of(layer) in ("torch", "emulate")
     gradient = "fp32" if exact else dtype
-    rows, is_chunked = loss_chunk(config, plan)
-    chunks = ""
-    if path == "lm_head" and is_chunked:
-        chunks = f"beyond {rows:,} tokens in chunks, whose logits are computed in both passes"
     for name in ("fprop", "dgrad", "wgrad"):
         yield Operation(
             path=path,
@@ -184,7 +180,7 @@ def _linear(config: GPTConfig, plan: Plan, path: str) -> Iterator[Operation]:
             operands=operands_of(plan, layer, name),
             adds_in=_adds_in(plan, layer, name),
             output=gradient if name == "wgrad" else dtype,
-            why=layer.reason or layer.why or chunks,
+            why=layer.reason or layer.why,
         )
     if config.bias and path != "lm_head" and path not in config.routers:
         yield Operation(

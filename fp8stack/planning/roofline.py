@@ -30,11 +30,6 @@ from fp8stack.precision.hardware import machine_for
 from fp8stack.precision.profit import Rates, achievable
 
 LINEARS = ("qkv", "output", "up", "down", "lm_head")
-LOSS = (
-    *("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"),
-    *("copy_", "fill_", "add_"),
-)
-"""Operators of a loss in chunks, which the head computes, and of the sum of its gradients."""
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
 RECOMPUTED: dict[Recompute, tuple[str, ...]] = {
     "selective": ("norms, elementwise",),
@@ -142,9 +137,6 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
     first layer, and operators of linears other than GEMMs, except sums and the rounding of
     activations and their gradients to two bytes."""
     categories: list[str] = []
-    in_chunks = any(
-        x.name == "aten::_log_softmax" and x.path == "lm_head" for x in traced.operators
-    )
     for operator in traced.operators:
         module = operator.path.rpartition(".")[2]
         sources = [writer[piece.value] for piece in operator.reads if piece.value in writer]
@@ -153,14 +145,12 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
         gemms = (x for at in sources if (x := traced.operators[at]).multiplies)
         of_output = any(gemm.path == operator.path for gemm in gemms)
         rounds = operator.name == "aten::_to_copy" and (operator.element_bytes == 2 or of_output)
-        of_logits = operator.name == "aten::_to_copy" and of_output
-        of_loss = operator.name.partition("::")[2] in LOSS
         category = "norms, elementwise"
         if operator.rate in ("attention", "fp8_attention"):
             category = "attention"
         elif operator.multiplies:
             category = "head and loss" if module == "lm_head" else "GEMMs"
-        elif module == "loss" or (in_chunks and module == "lm_head" and (of_logits or of_loss)):
+        elif module == "loss":
             category = "head and loss"
         elif operator.name == "aten::sum" or (rounds and not of_weights):
             pass
@@ -171,23 +161,17 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
 
 
 def traced_work(
-    config: GPTConfig,
-    plan: Plan,
-    batch: int,
-    context: int,
-    whole_loss: bool = False,
-    backward: bool = True,
+    config: GPTConfig, plan: Plan, batch: int, context: int, backward: bool = True
 ) -> Iterator[tuple[int, KernelWork]]:
     """Yield the work of a pass, and how often it is done: the work of a model with a block of each
-    kind, and for each further block the work that one more of its kind adds. For `whole_loss` and
-    `backward` see `trace`."""
+    kind, and for each further block the work that one more of its kind adds."""
     kinds = kinds_of(plan)
     firsts = tuple(first for first, *_ in kinds)
     traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
     traces += [(len(kind) - 1, tuple(sorted((*firsts, kind[0])))) for kind in kinds if kind[1:]]
     for times, blocks in traces:
         sizes = config, plan, batch, context
-        traced = trace(*sizes, blocks=blocks, backward=backward, whole_loss=whole_loss)
+        traced = trace(*sizes, blocks=blocks, backward=backward)
         yield from ((times, work) for work in ideal_work(traced))
 
 
@@ -227,8 +211,7 @@ def predict(
     """Predict a step of `batch` sequences of `context` tokens. The layers of `plan` are decided,
     and no FP8 of it is emulated. What `checkpointing` computes again counts, but for casts. `rates`
     are the rates that the GPU is assumed to reach, by default `achievable` ones; MFU divides by its
-    peak. `free_casts` leaves out casts and the chunks of an FP8 head's loss, for a bound that no
-    implementation passes."""
+    peak. `free_casts` leaves out casts, for a bound that no implementation passes."""
     rates = rates or achievable(gpu, plan.compute_dtype)
     if plan.recipe.attention == "fp32":
         rates = replace(rates, attention=achievable(gpu, "fp32").attention)
@@ -236,7 +219,7 @@ def predict(
         rates = replace(rates, casts=rates.memory)
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)
-    for times, work in traced_work(config, plan, batch, context, free_casts):
+    for times, work in traced_work(config, plan, batch, context):
         seconds[work.category] += times * work.seconds(rates)
     if checkpointing != "none":
         for times, work in traced_work(config, plan, batch, context, backward=False):

@@ -68,13 +68,6 @@ class Trace:
         yield from steps[last:]
 
 
-def loss_chunk(config: GPTConfig, plan: Plan) -> tuple[int, bool]:
-    """The rows of a chunk of the loss, and whether the head is in FP8 and runs chunk by chunk."""
-    head = plan.layer("lm_head")
-    is_chunked = head.fp8 and plan.backend_of(head) != "te"
-    return losses.chunk_rows(config.vocabulary, is_chunked), is_chunked
-
-
 def trace(
     config: GPTConfig,
     plan: Plan,
@@ -85,7 +78,6 @@ def trace(
     gathers: bool = False,
     blocks: tuple[int, ...] | None = None,
     backward: bool = False,
-    whole_loss: bool = False,
 ) -> Trace:
     """Trace a micro-batch on one rank.
 
@@ -97,19 +89,18 @@ def trace(
         save_fp8: see `build_backend`.
         gathers: whether each pass gathers weights from the ranks (FSDP2).
         blocks: the indices of the plan's blocks to run, in order; None: the first of each kind.
-        backward: whether to run the backward pass too, with attention in one kernel and a loss in
-            one chunk, except for an FP8 head; else with such a loss in two chunks at most.
-        whole_loss: whether the loss of an FP8 head is in one chunk as well.
+        backward: whether to run the backward pass too, with attention in one kernel and the loss in
+            one chunk; else with the loss in two chunks at most.
 
     Raises:
         UserError: a tensor has more bytes than 64 bits can count.
     """
     kinds = meta.kinds_of(plan) if blocks is None else tuple((index,) for index in blocks)
     traced = replace(plan, asked="", reasons=(), gpu="")
-    rows, (chunk, is_chunked) = sequences * context, loss_chunk(config, plan)
+    rows, chunk = sequences * context, losses.chunk_rows(config.vocabulary)
     if backward:
-        chunk = chunk if is_chunked and not whole_loss else rows
-    elif rows > chunk and not is_chunked:
+        chunk = rows
+    elif rows > chunk:
         chunk = -(-rows // 256) * 128  # two chunks save as much as many
     try:
         return _traced(

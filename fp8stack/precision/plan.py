@@ -286,7 +286,7 @@ class Plan:
             if quantizers is not None:
                 reason = self.unserved(name, shape, quantizers, groups)
                 if tokens is not None and not reason and not groups:
-                    doubted = self._doubt((tokens, *shape), quantizers, name in heads)
+                    doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
             if reason:
@@ -413,14 +413,13 @@ class Plan:
                 return problem
         return ""
 
-    def _doubt(self, shape: Shape, quantizers: Quantizers, is_head: bool) -> str:
+    def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
         """The reason that native FP8 probably does not speed up a GEMM of this shape, or ""."""
         backend, _, plain = self._served_by(quantizers)
         if self.device != "cuda" or (backend or self.backend) == "emulate":
             return ""  # emulation is for the numerics, not for speed
         gemms = len(quantizers.gemms) - len(plain)
-        in_chunks = is_head and (backend or self.backend) == "torch"
-        return doubt(shape, quantizers, find_gpu(self.gpu), gemms, in_chunks)
+        return doubt(shape, quantizers, find_gpu(self.gpu), gemms)
 
     def _host_doubt(self, tokens: int) -> str:
         """The reason that the host probably delays passes of so many tokens, or "". It counts the

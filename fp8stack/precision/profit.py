@@ -4,7 +4,6 @@ other GPUs' data sheets. Pure; no torch here.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from fp8stack.common.formats import Quantizer
@@ -91,55 +90,36 @@ def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
     return source * (len(passes) + amaxes) + written + plain
 
 
-HEAD_CHUNK_ROWS = 4096
-"""The rows of a chunk of an FP8 head's loss, see `fp8stack/layers/chunked_loss.py`. The gradient of
-the weight is written, read, and added to a total for each chunk: 16 bytes per element. At the rates
-assumed for an H200, this takes 2500 / rows of the time of the chunk's FP8 GEMM."""
-
 LEAST_GEMM_S = 11.4e-6
 """A GEMM that takes less than this in bf16 does not fill a GPU: M K N = 4e9 on an H200."""
 
 
-def least_ratio(gpu: Gpu, quantizers: Quantizers, gemms: int = 3, in_chunks: bool = False) -> float:
+def least_ratio(gpu: Gpu, quantizers: Quantizers, gemms: int = 3) -> float:
     """The K N / (K + N) above which so many FP8 GEMMs of a linear save more time than the casts of
     x and dy take.
 
     Each saves 2 M K N (1 / bf16 rate - 1 / FP8 rate); the casts move c M (K + N) bytes at their own
-    rate. NVFP4 uses the FP4 rate. A head whose loss is computed `in_chunks` has one more FP8 GEMM,
-    and adds the gradients of its weight; infinite if that takes more time than is saved.
+    rate. NVFP4 uses the FP4 rate.
     """
     rates = achievable(gpu)
     is_fp4 = all(quantizer.element.bits == 4 for quantizer in quantizers.each.values())
     low = rates.fp4 if is_fp4 else rates.fp8
     saved = 2 * gemms * (1 / rates.half - 1 / low)
-    if in_chunks:
-        saved -= 2 / low + 16 / (HEAD_CHUNK_ROWS * rates.memory)
-    if saved <= 0:
-        return math.inf
     moved = (cast_bytes(quantizers, "input") + cast_bytes(quantizers, "grad_output")) / 2
     return moved / rates.casts / saved
 
 
-def doubt(
-    shape: Shape,
-    quantizers: Quantizers,
-    gpu: Gpu | None,
-    gemms: int = 3,
-    chunked_loss: bool = False,
-) -> str:
+def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None, gemms: int = 3) -> str:
     """The reason that FP8 does not seem to pay for a linear of this shape on `gpu`, of whose GEMMs
-    so many are in FP8; "" if it does, or the GPU's rates are not known. `chunked_loss` says that it
-    is a head whose loss is computed in chunks if there are enough rows."""
+    so many are in FP8; "" if it does, or the GPU's rates are not known."""
     rows, inputs, outputs = shape
     gemm = f"{rows} x {inputs} -> {outputs}"
     if gpu is None or gpu.fp8_tflops is None:
         return ""
-    in_chunks = chunked_loss and rows > HEAD_CHUNK_ROWS
     ratio = inputs * outputs / (inputs + outputs)
-    least = least_ratio(gpu, quantizers, gemms, in_chunks)
+    least = least_ratio(gpu, quantizers, gemms)
     if ratio < least:
-        chunks = ", with the loss in chunks" if in_chunks else ""
-        return f"{gemm} on {gpu.name}{chunks}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
+        return f"{gemm} on {gpu.name}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
     least = LEAST_GEMM_S * achievable(gpu).half / 2
     if (work := rows * inputs * outputs) < least:
         return f"{gemm} on {gpu.name}: M K N = {work:.2g}, below {least:.2g}"

@@ -27,31 +27,31 @@ def heads(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "kind", "expected"),
     [
-        ("ModernBertDecoder", "ForCausalLM", {"decoder"}),
-        ("ModernBertDecoder", "ForSequenceClassification", {"classifier"}),
-        ("ModernBert", "ForMaskedLM", {"decoder"}),
-        ("ModernBert", "ForSequenceClassification", {"classifier"}),
-        ("ModernBert", "ForTokenClassification", {"classifier"}),
+        ("ModernBertDecoder", "ForCausalLM", {"decoder", "lm_head.dense"}),
+        ("ModernBertDecoder", "ForSequenceClassification", {"classifier", "head.dense"}),
+        ("ModernBert", "ForMaskedLM", {"decoder", "head.dense"}),
+        ("ModernBert", "ForSequenceClassification", {"classifier", "head.dense"}),
+        ("ModernBert", "ForTokenClassification", {"classifier", "head.dense"}),
         ("Bert", "ForMaskedLM", {"cls.predictions.decoder"}),
         ("Bert", "LMHeadModel", {"cls.predictions.decoder"}),
         ("Bert", "ForTokenClassification", {"classifier"}),
         ("Bert", "ForQuestionAnswering", {"qa_outputs"}),
-        ("Roberta", "ForMaskedLM", {"lm_head.decoder"}),
-        ("Roberta", "ForCausalLM", {"lm_head.decoder"}),
-        ("Roberta", "ForSequenceClassification", {"classifier.out_proj"}),
-        ("XLMRoberta", "ForMaskedLM", {"lm_head.decoder"}),
-        ("Camembert", "ForMaskedLM", {"lm_head.decoder"}),
-        ("MPNet", "ForMaskedLM", {"lm_head.decoder"}),
-        ("Esm", "ForMaskedLM", {"lm_head.decoder"}),
+        ("Roberta", "ForMaskedLM", {"lm_head.decoder", "lm_head.dense"}),
+        ("Roberta", "ForCausalLM", {"lm_head.decoder", "lm_head.dense"}),
+        ("Roberta", "ForSequenceClassification", {"classifier.out_proj", "classifier.dense"}),
+        ("XLMRoberta", "ForMaskedLM", {"lm_head.decoder", "lm_head.dense"}),
+        ("Camembert", "ForMaskedLM", {"lm_head.decoder", "lm_head.dense"}),
+        ("MPNet", "ForMaskedLM", {"lm_head.decoder", "lm_head.dense"}),
+        ("Esm", "ForMaskedLM", {"lm_head.decoder", "lm_head.dense"}),
         ("Electra", "ForMaskedLM", {"generator_lm_head"}),
-        ("Electra", "ForSequenceClassification", {"classifier.out_proj"}),
+        ("Electra", "ForSequenceClassification", {"classifier.out_proj", "classifier.dense"}),
         ("Albert", "ForMaskedLM", {"predictions.decoder"}),
         ("DebertaV2", "ForMaskedLM", {"cls.predictions.decoder"}),
         ("Llama", "ForCausalLM", {"lm_head"}),
         ("Llama", "ForSequenceClassification", {"score"}),
     ],
 )
-def test_the_layer_that_makes_the_logits_is_the_head(name, kind, expected):
+def test_the_layers_of_the_head_are_found(name, kind, expected):
     options = SMALL
     if name == "ModernBertDecoder":
         options = {**SMALL, "layer_types": ["full_attention"]}
@@ -62,20 +62,10 @@ def test_the_layer_that_makes_the_logits_is_the_head(name, kind, expected):
     assert heads(model) == expected
 
 
-def test_a_transform_before_the_logits_of_a_matrix_is_no_head():
-    config = transformers.DebertaV2Config(**SMALL, legacy=False)
-    with torch.device("meta"):
-        model = transformers.DebertaV2ForMaskedLM(config)
-    assert "lm_predictions.lm_head.dense" in dict(model.named_modules())
-    assert heads(model) == set()
-
-
-def test_a_classifier_with_as_many_classes_as_inputs_is_a_head():
-    def model(**children: nn.Module) -> nn.Module:
-        return nn.ModuleDict({"body": nn.Linear(64, 32), **children})
-
-    assert heads(model(head=nn.Sequential(nn.Linear(32, 32)))) == {"head.0"}
+def test_all_layers_of_a_head_outside_the_blocks_are_heads():
     table = nn.Embedding(50, 64)
-    assert heads(model(table=table, head=nn.Linear(32, 32))) == {"head"}
     several = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
-    assert heads(model(table=table, head=several)) == {"head.2"}
+    blocks = nn.ModuleList([nn.ModuleDict({"head": nn.Linear(32, 32)})])
+    model = nn.ModuleDict({"body": nn.Linear(64, 32), "table": table, "head": several})
+    model["blocks"] = blocks
+    assert heads(model) == {"head.0", "head.2"}

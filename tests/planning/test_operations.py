@@ -175,7 +175,6 @@ def test_an_excluded_layer_and_the_rest_run_as_planned():
     operations = {(operation.path, operation.name): operation for operation in check(LLAMA, plan)}
     assert operations["blocks.0.attention.output", "fprop"].operands == ("bf16", "bf16")
     assert operations["lm_head", "dgrad"].operands == ("e5m2 in bf16", "e4m3 in bf16")
-    assert " tokens in chunks, whose logits are computed" in operations["lm_head", "fprop"].why
 
 
 @pytest.mark.parametrize(

@@ -348,25 +348,6 @@ def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, rec
     assert plain.step_ms / fp8.step_ms == pytest.approx((26 if recipe == "nvfp4" else 13) / 7)
 
 
-def test_an_fp8_head_computes_the_logits_of_chunks_twice_and_adds_up_its_gradients():
-    config = load_config("gpt2-124m")  # 8 x 1024 tokens are two chunks
-    elements = config.width * padded_vocabulary(config, 32)
-    chosen = load_recipe("delayed", {"head": True})
-    by_torch = plan_for(config, chosen, HOPPER, "torch", vocabulary_multiple=32)
-    by_te = plan_for(config, chosen, HOPPER, "te", vocabulary_multiple=32)  # all logits at once
-
-    def of_head(head_plan: Plan, rates: Rates, **options: Any) -> float:
-        got = predict(config, head_plan, H200, batch=8, context=1024, rates=rates, **options)
-        return seconds(got)["head and loss"]
-
-    assert of_head(by_te, FLOPS) == 6 * 8192 * elements
-    assert of_head(by_torch, FLOPS) == 8 * 8192 * elements
-    assert of_head(by_torch, FLOPS, free_casts=True) == 6 * 8192 * elements
-    # A second gradient of the weight is written, and both are read.
-    added = of_head(by_torch, BYTES) - of_head(by_torch, BYTES, free_casts=True)
-    assert added > 3 * 4 * elements
-
-
 def test_checkpointing_does_the_forward_pass_of_the_blocks_again():
     plain, block, selective = (
         seconds(at(FLOPS, recipe="delayed", checkpointing=kind))

@@ -1344,32 +1344,6 @@ def test_the_host_is_as_slow_as_its_linears_are_many(blocks):
         assert decided(layers, "delayed", machine, tokens=least - 1).doubt == ""
 
 
-def test_a_head_with_its_loss_in_chunks_pays_if_it_makes_up_for_one_more_gemm():
-    """Computed independently: a GEMM more, and 16 bytes per element of the weight for each chunk of
-    4096 rows, to add its gradients."""
-    gpu = gpu_named("H200")
-    assert gpu.fp8_tflops
-    half, fp8 = gpu.half_tflops * 700 / 989, gpu.fp8_tflops * 1300 / 1979
-    memory = gpu.memory_tb_per_s * 4.1 / 4.8
-    saved = 6 / half - 6 / fp8
-    bounds = {4096: 4 / memory / saved}
-    bounds[8192] = 4 / memory / (saved - 2 / fp8 - 16 / 4096 / memory)
-    assert bounds[8192] > 2 * bounds[4096]
-    recipe = load_recipe("delayed", {"head": True})
-    for tokens, bound in bounds.items():
-        size = int(bound) // 16 * 32  # K = N: K N / (K + N) is half of it
-        for backend in ("torch", "te"):
-            plan = resolve(recipe, on("H200"), backend)
-            wide = plan.for_layers({"lm_head": (size + 64, size + 64)}, tokens=tokens)
-            narrow = plan.for_layers({"lm_head": (size - 64, size - 64)}, tokens=tokens)
-            assert "K N / (K + N)" not in wide.layer("lm_head").doubt
-            in_chunks = tokens == 8192 and backend == "torch"
-            doubt = narrow.layer("lm_head").doubt
-            assert (
-                f"with the loss in chunks: K N / (K + N) = {size / 2 - 32:.0f}" in doubt
-            ) is in_chunks
-
-
 @pytest.mark.parametrize(("tokens", "pays"), [(4096, False), (6700, False), (6800, True)])
 def test_a_layer_with_too_little_work_does_not_pay(tokens, pays):
     plan = decided(SQUARE | {"wide": (4096, 4096)}, tokens=tokens)

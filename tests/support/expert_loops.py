@@ -12,12 +12,12 @@ from torch import Tensor, nn
 WIDTH, INNER, EXPERTS = 40, 24, 4  # no multiples of 16 or 32
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WIDTHS = ("hidden_size", "moe_hidden_size")
-INNER_WIDTHS = ("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size")
+INNER_WIDTHS = ("intermediate_size", "moe_intermediate_size")
 OPTIONS: dict[str, Any] = {
     "hidden_act": "silu", "mlp_hidden_act": "relu2", "moe_latent_size": None, "swiglu_alpha": 1.7,
-    "swiglu_limit": 0.5, "post_norm_eps": 1e-6, "zero_expert_num": 2,
+    "swiglu_limit": 0.5, "post_norm_eps": 1e-6,
 }  # fmt: skip
-# Classes of experts by module; all but the last three use transformers' interface.
+# Classes of experts by module; all but the last use transformers' interface.
 CLASSES = {
     "MixtralExperts": "mixtral",
     "GptOssExperts": "gpt_oss",  # interleaved, transposed, with biases
@@ -25,9 +25,7 @@ CLASSES = {
     "AriaExperts": "aria",  # transposed
     "MuseSparkExperts": "muse_spark",  # with a norm
     "OpenAIPrivacyFilterExperts": "openai_privacy_filter",  # transposed, with biases
-    "Step3p7Experts": "step3p7",
     "Llama4TextExperts": "llama4",
-    "LongcatFlashExperts": "longcat_flash",
 }
 
 
@@ -51,10 +49,10 @@ def experts_of(name: str, width: int = WIDTH, inner: int = INNER) -> Any:
 class Model(nn.Module):
     """A router, which chooses two experts for each token, and its experts."""
 
-    def __init__(self, experts: nn.Module, choices: int = EXPERTS, width: int = WIDTH) -> None:
+    def __init__(self, experts: nn.Module, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.router = nn.Linear(width, choices)
+        self.router = nn.Linear(width, EXPERTS)
         self.experts: Any = experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +74,7 @@ class Loop(nn.Module):
         self.keys = [key for key in ("gate_up_proj", "up_proj", "down_proj")
                      if hasattr(experts, key)]  # fmt: skip
         for key in self.keys:
-            weights = getattr(experts, key).detach()[:EXPERTS]
+            weights = getattr(experts, key).detach()
             biases = getattr(experts, f"{key}_bias", None)
             linears = nn.ModuleList()
             for number, weight in enumerate(weights):
@@ -110,11 +108,10 @@ class Loop(nn.Module):
         return list(y.split([len(x) for x in products]))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        chosen = [torch.where(index == number) for number in range(EXPERTS + 2)]  # tokens in order
+        chosen = [torch.where(index == number) for number in range(EXPERTS)]  # tokens in order
         rows = [x[tokens] for tokens, _ in chosen]
-        products = self.activate(self.multiply(self.keys[0], rows[:EXPERTS]))
-        # LongCat's last experts, without matrices, come after the others.
-        y = torch.cat(self.multiply(self.keys[1], products) + rows[EXPERTS:])
+        products = self.activate(self.multiply(self.keys[0], rows))
+        y = torch.cat(self.multiply(self.keys[1], products))
         if hasattr(self, "post_expert_norm"):
             y = self.post_expert_norm(y)
         tokens, places = (torch.cat(numbers) for numbers in zip(*chosen, strict=True))
@@ -132,7 +129,6 @@ class Llama4Loop(Loop):
 
 def pair(name: str, width: int = WIDTH, inner: int = INNER) -> tuple[Model, Model]:
     """A model with experts of a class, and one with the same experts as a loop of linears."""
-    choices = EXPERTS + (2 if name.startswith("Longcat") else 0)
     loop = Llama4Loop if name.startswith("Llama4") else Loop
     experts, original = (experts_of(name, width, inner) for _ in range(2))
-    return Model(experts, choices, width), Model(loop(original), choices, width)
+    return Model(experts, width), Model(loop(original), width)

@@ -92,7 +92,7 @@ def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator) -> None
             module.to(accelerator.device)
         tied = module is model.lm_head and model.config.tied
         if module is not model and not tied:
-            backend.prepare_sharding(module, in_root=module in root_layers)
+            backend.prepare_sharding(module)
         if module in root_layers:  # sharded with the root
             continue
         # For the root as well: else its parameters stay gathered after an evaluation.

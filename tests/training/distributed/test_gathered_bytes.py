@@ -83,27 +83,20 @@ class _Counter(DefaultAllGather):
 
 
 def _gathered(
-    rank: int,
-    *,
-    recipe: str | Recipe,
-    backend: str,
-    compiled: str | None,
-    chunk_rows: int | None = None,
+    rank: int, *, recipe: str | Recipe, backend: str, compiled: str | None
 ) -> dict[str, Any]:
     """Whether a sharded model trains as one that is not, and the bytes that a rank gave to each
-    all-gather of the first training step. The loss is in chunks of `chunk_rows`."""
+    all-gather of the first training step."""
     join("cpu", 60)
     torch.use_deterministic_algorithms(True)
     tokens = torch.randint(VOCABULARY, (3, 2, 17), generator=torch.Generator().manual_seed(0))
     expected: Any = None
     if rank == 0:
         alone = model_of(recipe, backend, compiled)
-        alone.loss.chunk_rows = chunk_rows
         if alone.backend.delayed is not None:
             alone.backend.delayed.sharing.group = None
         expected = train(alone, tokens, 2)
     model = sharded(model_of(recipe, backend, compiled))
-    model.loss.chunk_rows = chunk_rows
     counter = _Counter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -149,12 +142,11 @@ def test_a_sharded_model_gathers_few_bytes_and_trains_as_one_that_is_not(recipe,
         assert answer["sent"][: 1 + LAYERS] == [root, *[block] * LAYERS]
 
 
-def test_a_head_in_fp8_is_gathered_in_float32_and_has_its_loss_in_chunks():
-    """Current scaling rounds each chunk by its own scales, so other chunks have other losses."""
+def test_a_head_in_fp8_is_gathered_in_fp8():
     recipe = load_recipe("current", {"head": True})
-    work = partial(_gathered, recipe=recipe, backend="torch", compiled=None, chunk_rows=16)
+    work = partial(_gathered, recipe=recipe, backend="torch", compiled=None)
     answers = in_ranks(work, 2, timeout_s=500)
     assert answers[0]["changed"] == []
     assert answers[0]["losses"] == answers[1]["losses"] == answers[0]["expected"]
-    root = (2 * 4 * VOCABULARY * WIDTH + 4 * WIDTH) / 2
+    root = ((4 + 1) * VOCABULARY * WIDTH + 4 * WIDTH) / 2
     assert [answer["sent"][0] for answer in answers] == [root, root]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 import fp8stack
 from bench import runner
@@ -193,18 +192,9 @@ def test_a_layer_that_left_fp8_has_no_rows_and_the_plan_of_then_says_why() -> No
     assert {row["layer"] for row in rows} == set(LINEARS) - {"blocks.0.mlp.up"}
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("GptOssExperts", ["experts.gate_up_proj", "experts.down_proj"]), ("jetmoe", ["experts"])],
-)
-def test_experts_of_a_converted_model_have_a_row_for_each_operand(name, layers) -> None:
-    model: Any
-    if name == "jetmoe":
-        model = nn.ModuleDict({"experts": JetMoeParallelExperts(4, WIDTH, WIDTH)})
-        nn.init.normal_(model.experts.weight)
-        model.forward = lambda x: model.experts(x, [12, 12, 24, 0])
-    else:
-        model = Model(experts_of(name))
+def test_experts_of_a_converted_model_have_a_row_for_each_operand() -> None:
+    layers = ["experts.gate_up_proj", "experts.down_proj"]
+    model: Any = Model(experts_of("GptOssExperts"))
     convert(model, resolve("delayed", Hardware("cpu")))
     telemetry = Telemetry(model.fp8_plan, 1, ["mxfp8"])
     with telemetry.sampling(model):
@@ -213,8 +203,7 @@ def test_experts_of_a_converted_model_have_a_row_for_each_operand(name, layers) 
     assert list(rows) == [
         (layer, operand) for layer in layers for operand in ("input", "weight")
     ] + [(layer, "grad_output") for layer in reversed(layers)]
-    weight = model.experts.weight if name == "jetmoe" else model.experts.gate_up_proj
-    amax = float(weight.detach().abs().max())
+    amax = float(model.experts.gate_up_proj.detach().abs().max())
     assert rows[layers[0], "weight"]["amax"] == pytest.approx(amax)
 
 
