@@ -30,23 +30,14 @@ KINDS = {
 
 
 class Launches(NamedTuple):
-    """The launches of one kernel by one operator.
+    """The launches of one kernel by one operator."""
 
-    Attributes:
-        kernel: its whole name.
-        op: the operator that launched it; "" if the profiler does not know.
-        within: the outermost operator around it, such as autograd's node or the optimizer's step.
-        shapes: of the operator's inputs.
-        count: the number of launches.
-        us: microseconds of all launches together.
-    """
-
-    kernel: str
-    op: str
-    within: str
-    shapes: str
+    kernel: str  # its whole name
+    op: str  # the operator that launched it; "" if the profiler does not know
+    within: str  # the outermost operator, such as a node of autograd or the optimizer's step
+    shapes: str  # of the operator's inputs
     count: int
-    us: float
+    us: float  # of all of them together
 
 
 def profiled(step: Callable[[], None], device: str, folder: Path) -> list[Launches]:

@@ -38,31 +38,22 @@ Row = dict[str, Any]
 
 
 class Turn(NamedTuple):
-    """Milliseconds of a step in one turn: the host's until it has launched everything, and those
-    from the first kernel to the last, gaps included."""
+    """Milliseconds of a step in one turn."""
 
-    host_ms: float
-    step_ms: float
+    host_ms: float  # until the host has launched everything
+    step_ms: float  # until the GPU has done everything
 
 
 def turn(step: Callable[[], None], count: int, device: str) -> Turn:
-    """Run `count` steps, and wait once."""
+    """Run `count` steps, and wait once, at the end."""
     wait_for(device)
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(count):
-            step()
-        ms = 1000 * (time.perf_counter() - start) / count
-        return Turn(ms, ms)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start = time.perf_counter()
-    first.record()
+    begin = time.perf_counter()
     for _ in range(count):
         step()
-    last.record()
-    host_ms = 1000 * (time.perf_counter() - start) / count
+    launched = time.perf_counter()
     wait_for(device)
-    return Turn(host_ms, first.elapsed_time(last) / count)
+    per_step = 1000 / count
+    return Turn((launched - begin) * per_step, (time.perf_counter() - begin) * per_step)
 
 
 class Arm:
@@ -194,7 +185,7 @@ def main() -> int:
     changes = {} if arguments.layers is None else {"layers": arguments.layers}
     config = load_config(arguments.model, changes)
     if arguments.dry_run:
-        config, arguments.batch = TINY.model_copy(update=changes), min(arguments.batch, 2)
+        config = TINY.model_copy(update=changes)
         arguments.context, arguments.turns, arguments.steps = TINY.context, 2, 2
     work = StepWork(
         model=named(arguments), config=config, batch=arguments.batch, context=arguments.context
