@@ -22,7 +22,8 @@ HEADLINE = "> "  # begins a line of a task's output that the visit's summary rep
 
 
 def facts(hardware: Hardware) -> dict[str, Any]:
-    """The facts of this process and machine."""
+    """The facts of this process and machine. Versions are None if missing or unknown."""
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python -m bench {shlex.join(sys.argv[1:])}",
@@ -32,24 +33,17 @@ def facts(hardware: Hardware) -> dict[str, Any]:
         "capability": None if hardware.capability is None else "{}.{}".format(*hardware.capability),
         "memory_gib": hardware.memory_gib,
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "versions": versions(hardware),
-    }
-
-
-def versions(hardware: Hardware) -> dict[str, str | None]:
-    """The versions of the packages and libraries; None if missing or unknown."""
-    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return {
-        "fp8stack": fp8stack.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cublas": version("nvidia-cublas") or version("nvidia-cublas-cu12"),
-        "cudnn": None if cudnn is None else str(cudnn),
-        "triton": version("triton"),
-        "torchao": version("torchao"),
-        "transformer-engine": hardware.te_version,
-        "transformer-engine problem": hardware.te_problem or None,
-        "python": platform.python_version(),
+        "versions": {
+            "fp8stack": fp8stack.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cublas": version("nvidia-cublas") or version("nvidia-cublas-cu12"),
+            "cudnn": None if cudnn is None else str(cudnn),
+            "triton": version("triton"),
+            "torchao": version("torchao"),
+            "transformer-engine": hardware.te_version,
+            "python": platform.python_version(),
+        },
     }
 
 

@@ -48,7 +48,7 @@ TINY_RUN = (
     "--model gpt-nano --steps 2 --batch 2 --context 32 --set model_overrides.layers=1 "
     "--set eval_windows=2 --set sample_tokens=0 --set warmup_steps=1 --device cpu"
 )
-TINY_STEP = "--tiny --device cpu --rounds 6 --budget 5"
+TINY_STEP = "--tiny --device cpu --rounds 6 --budget 5 --compiled ''"
 TASKS = (
     micro("machine", 60),
     steps(1, "--batch 4 --profile", 260),

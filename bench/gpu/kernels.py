@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._inductor.codecache import PyCodeCache
 
 from fp8stack.training.metrics import profiler
 
 GPUS = ("CUDA", "XPU")
 # Kinds of kernels, by what their names contain; the first that matches counts.
 KINDS = {
+    "inductor": r"^triton_(?!tem)",
     "FP8 casts": r"cast_product|cast_weights|transpose_bytes|find_amaxes|nvfp4",
     "attention": r"flash|fmha|sdpa|attention",
     "GEMM": r"gemm|cutlass|cublas|nvjet|wgmma|mm$|splitK",
-    "optimizer": r"multi_tensor|adam|foreach",
+    "many tensors": r"multi_tensor|adam|foreach",
     "copies": r"memcpy|memset|copy_kernel|CatArrayBatchedCopy",
-    "inductor": r"^triton_",
 }
 
 
@@ -36,13 +38,13 @@ class Launches(NamedTuple):
     op: str  # the operator that launched it; "" if the profiler does not know
     within: str  # the outermost operator, such as a node of autograd or the optimizer's step
     shapes: str  # of the operator's inputs
-    count: int
+    count: int  # type: ignore[assignment]  # not the tuple's method
     us: float  # of all of them together
 
 
 def profiled(step: Callable[[], None], device: str, folder: Path) -> list[Launches]:
-    """Run a step, and write its kernels to `kernels.csv` and its trace to `trace.json.gz`. Returns
-    the kernels, the longest first."""
+    """Run a step, and write `kernels.csv`, the trace, and the code that inductor has made in this
+    process, which has its kernels by their names. Returns the kernels, the longest first."""
     with profiler.recording(torch.device(device), shapes=True) as recorded:
         step()
     events: Any = recorded.events  # it has no types
@@ -51,8 +53,10 @@ def profiled(step: Callable[[], None], device: str, folder: Path) -> list[Launch
     with (folder / "kernels.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Launches._fields)
-        writer.writerows(row._replace(us=round(row.us, 3)) for row in rows)  # type: ignore[arg-type]
+        writer.writerows(row._replace(us=round(row.us, 3)) for row in rows)
     recorded.export_chrome_trace(str(folder / profiler.TRACE))
+    for module in PyCodeCache.modules:
+        shutil.copy(str(module.__file__), folder)
     return rows
 
 
@@ -86,7 +90,8 @@ def launches(events: Iterable[Any]) -> list[Launches]:
 
 
 def _duration(event: Any) -> float:
-    return round(event.time_range.end - event.time_range.start, 3)
+    us: float = event.time_range.end - event.time_range.start
+    return round(us, 3)
 
 
 def _parents(event: Any) -> Iterable[Any]:

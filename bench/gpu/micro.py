@@ -42,10 +42,7 @@ CACHE_BYTES = 128 * 2**20  # inputs take turns beyond this: GPUs of today have 5
 REPLAYS, CALLS, LAUNCHES = 10, 24, 1000
 RATES = 4e6, 8e8  # bytes and operations in a microsecond, about the most that a GPU of today has
 FLOAT32, BF16 = torch.float32, torch.bfloat16
-BLOCKS = {
-    "block": Quantizer(format="e4m3", block=(1, 128), scale="float32"),
-    "mxfp8": Quantizer(format="e4m3", block=(1, 32), scale="e8m0"),
-}
+BLOCKS = Quantizer(format="e4m3", block=(1, 128), scale="float32")
 
 
 class Case(NamedTuple):
@@ -147,17 +144,15 @@ def casts(shapes: Shapes) -> Iterator[Case]:
     for name, make, format, sums, moved in products(shapes):
         size = make().shape
         options: Row = {"across": True, "sums": sums}
-
-        def call(of: Callable[..., Any], make: Any = make, **more: Any) -> Call:
-            return partial(of, make(), **more)
-
-        cast = partial(call, cast_product, scale=scale, format=format, record=True, **options)
-        yield Case(f"{name}: cast, transpose, amax", size, cast, moved)
-        read = moved - 2.0 * size[0] * size[1]
-        yield Case(f"{name}: amax", size, partial(call, product_amax), read)
-        for kind, quantizer in BLOCKS.items():
-            blocks = partial(call, cast_blocks, quantizer=quantizer, **options)
-            yield Case(f"{name}: cast in blocks, {kind}", size, blocks, moved)
+        per_tensor = partial(cast_product, scale=scale, format=format, record=True, **options)
+        blocks = partial(cast_blocks, quantizer=BLOCKS, **options)
+        for kind, function, bytes in (
+            ("cast, transpose, amax", per_tensor, moved),
+            ("cast in blocks", blocks, moved),
+            ("amax", product_amax, moved - 2.0 * size[0] * size[1]),
+        ):
+            call = lambda make=make, function=function: partial(function, make())  # noqa: E731
+            yield Case(f"{name}: {kind}", size, call, bytes)
     weights = [(outputs, inputs) for name, inputs, outputs in shapes.linears() if name != "lm_head"]
     count = sum(rows * columns for rows, columns in weights)
 
@@ -165,9 +160,9 @@ def casts(shapes: Shapes) -> Iterator[Case]:
         masters = [shapes.random(*size, dtype=FLOAT32) for size in weights]
         if kind == "bf16":
             return partial(torch._foreach_copy_, [w.bfloat16() for w in masters], masters)
-        copies = KeptWeights(masters, Quantizer())
-        scales = torch.ones(len(weights), device=shapes.device)
-        return lambda _=masters: copies.cast(*((scales, scales) if kind == "delayed" else ()))
+        copies, scales = KeptWeights(masters, Quantizer()), torch.ones(len(weights)).cuda()
+        arguments = (scales, torch.zeros_like(scales)) if kind == "delayed" else ()
+        return holding(masters, partial(copies.cast, *arguments))
 
     # Kernels for weights are launched on a GPU's stream.
     for kind, bytes in (("bf16", 6.0), ("delayed", 6.0), ("current", 10.0)):
@@ -196,7 +191,8 @@ def attention(shapes: Shapes) -> Iterator[Case]:
         return call
 
     flops, moved = 2.0 * B * H * T * T * E, 4.0 * B * T * E * (H + G)  # causal: half of two GEMMs
-    for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+    backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+    for backend in backends if H == G else backends[:2]:  # the last takes no groups
         for backward in (False, True):
             name = f"{backend.lower()}, forward{' and backward' if backward else ''}"
             times = 3.5 if backward else 1.0
@@ -244,9 +240,9 @@ def elementwise(shapes: Shapes) -> Iterator[Case]:
     def gelu(x: Tensor, bias: Tensor) -> Tensor:
         return F.gelu(x + bias, approximate="tanh")
 
-    def sums(dy: Tensor) -> Call:
+    def sums(size: tuple[int, ...]) -> Call:
         total = torch.compile(lambda x: x.sum(0, dtype=FLOAT32), backend=compiler, dynamic=False)
-        return partial(total, dy)
+        return partial(total, shapes.random(*size))
 
     for columns in sorted({config.width, -(-config.width // 512) * 512, config.hidden}):
         size, line, moved = (rows, columns), (columns,), 2.0 * rows * columns
@@ -254,7 +250,7 @@ def elementwise(shapes: Shapes) -> Iterator[Case]:
         yield Case("layer norm, forward and backward", size, make, 5 * moved)
         make = partial(trained, gelu, size, line)
         yield Case("bias and GELU, forward and backward", size, make, 5 * moved)
-        yield Case("sums over rows", size, lambda size=size: sums(shapes.random(*size)), moved)
+        yield Case("sums over rows", size, partial(sums, size), moved)
     vocabulary = padded_vocabulary(config, 8)
     targets = torch.arange(rows, device=shapes.device) % config.vocabulary
 
@@ -294,6 +290,11 @@ def tiles(shapes: Shapes) -> Iterator[Case]:
         yield Case(f"weight, tile {tile}", (columns, width), call, 6.0 * columns * width)
 
 
+def holding(tensors: object, call: Call) -> Call:
+    """A call of a kernel that has only the addresses of tensors, which it keeps alive."""
+    return lambda: (call(), tensors)
+
+
 def checked(launch: Call, *pairs: tuple[Tensor, Tensor], share: float = 0.0) -> Call:
     """Launch a kernel, and compare its bytes: of each pair a `share` at most may differ."""
     launch()
@@ -312,7 +313,7 @@ def tiled_product(
     product, (high, wide, warps) = make(), tile
     x, width, columns = product.x, fused_casts._width(product), product.shape[1]
     scale, exact = torch.ones((), device=x.device), variants.converts_exactly(x.device)
-    outputs = {"across": True, "record": True, "sums": sums}
+    outputs: Row = {"across": True, "record": True, "sums": sums}
     options = outputs | {"rows": high, "columns": wide}
     variant = fused_casts.product_variant(
         product, Quantizer(format=format), "given", exact, **options
@@ -362,7 +363,7 @@ def tiled_weight(weight: Tensor, tile: tuple[int, int, int]) -> Call:
     )  # fmt: skip
     expected = cast_to_fp8(weight, scales[0], "e4m3")
     checked(launch, (data, expected), (transposed, expected.view(torch.uint8).t()))
-    return lambda _=tensors: launch()  # the table has their addresses alone
+    return holding(tensors, launch)
 
 
 GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
@@ -381,7 +382,7 @@ def times_us(calls: list[Call], device: str) -> tuple[list[float], bool]:
     cannot on a CPU."""
     if device == "cpu":
         return [clocked_us(calls) for _ in range(3)][1:], False
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         clocked_us(calls)  # it compiles
@@ -396,7 +397,7 @@ def times_us(calls: list[Call], device: str) -> tuple[list[float], bool]:
         torch.cuda.synchronize()
     samples = []
     for _ in range(REPLAYS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay() if replayed else clocked_us(calls)
         end.record()
@@ -423,7 +424,11 @@ def measured(case: Case, device: str) -> Row:
         calls *= max(1, min(CALLS, int(20e3 / least_us)) // sets)
     samples, replayed = times_us(calls, device)
     us = statistics.median(samples)
-    row = {"us": round(us, 3), "low_us": round(min(samples), 3), "high_us": round(max(samples), 3)}
+    row: Row = {
+        "us": round(us, 3),
+        "low_us": round(min(samples), 3),
+        "high_us": round(max(samples), 3),
+    }
     row |= {"tb_s": round(case.moved / us / 1e6, 6), "graph": replayed if on_gpu else None}
     return row | ({"tflop_s": round(case.flops / us / 1e6, 6)} if case.flops else {})
 
@@ -447,12 +452,11 @@ def launches(device: str) -> Iterator[Row]:
 def surroundings() -> Row:
     """The machine: kernel, virtualization, processor, and the GPU's clocks and limits."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if "model name" in line]
     query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,memory.total"
     return {
-        "kernel": f"{platform.system()} {platform.release()} {platform.version()}",
+        "kernel": f"{platform.release()} {platform.version()}",
         "virtual": output("systemd-detect-virt") or ("hypervisor" in info and "a hypervisor"),
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": info.partition("model name")[2].partition("\n")[0].strip("\t: "),
         "cores": os.cpu_count(),
         "gpu": output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
     }

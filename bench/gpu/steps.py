@@ -29,10 +29,10 @@ from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, probe
-from fp8stack.training.metrics.throughput import peak_rate
 from fp8stack.training.optim.optimizer import build_optimizer
 
 TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
+TURNS, STEPS = 7, 10  # of each arm, and of a turn
 SETTINGS = ("model", "layers", "batch", "context", "backend", "head")
 Row = dict[str, Any]
 
@@ -100,7 +100,6 @@ class Arm:
         steps = summarize([turn.step_ms for turn in self.turns])
         rate = 1000 * self.work.tokens / steps.median_ms
         tflops = rate * self.work.config.flops_per_token(self.work.context) / 1e12
-        mfu = peak_rate(self.hardware, self.plan).mfu(tflops)
         return {
             "recipe": self.recipe,
             "compiled": self.compiled,
@@ -112,7 +111,6 @@ class Arm:
             "turns": len(self.turns),
             "tokens_per_s": round(rate, 1),
             "tflops": round(tflops, 3),
-            "mfu": None if mfu is None else round(mfu, 4),
             "first_s": round(self.first_s, 1),
         }
 
@@ -123,12 +121,10 @@ def measured(arms: list[Arm], arguments: argparse.Namespace) -> Iterator[Row]:
     device = arms[0].hardware.device
     for arm in arms:
         arm.build()
-    end = time.perf_counter() + arguments.budget * len(arms)
-    for number in range(arguments.turns):
+    turns, steps = (2, 2) if arguments.dry_run else (TURNS, STEPS)
+    for _ in range(turns):
         for arm in arms:
-            arm.turns.append(turn(arm.step, arguments.steps, device))
-        if number > 0 and time.perf_counter() > end:
-            break
+            arm.turns.append(turn(arm.step, steps, device))
     for arm in arms:
         yield arm.row() | {"in_turn": len(arms) > 1, "peak_gib": arm.peak_gib()}
     for arm in arms if arguments.profile else ():
@@ -141,12 +137,6 @@ def measured(arms: list[Arm], arguments: argparse.Namespace) -> Iterator[Row]:
             "launches": sum(row.count for row in rows),
             "kinds_ms": kernels.ms_by_kind(rows),
         }
-
-
-def named(arguments: argparse.Namespace) -> str:
-    """The name of the model with its layers."""
-    layers = "" if arguments.layers is None else f"-{arguments.layers}-layers"
-    return f"{arguments.model}{layers}"
 
 
 def headline(row: Row, base: Row) -> str:
@@ -174,22 +164,19 @@ def main() -> int:
     add("--backend", default="auto", help="compute backend (default: %(default)s)")
     add("--head", action="store_true", help="the head in FP8 as well")
     add("--profile", action="store_true", help="all kernels of one step, and a trace")
-    add("--turns", type=int, default=7, help="at most (default: %(default)s)")
-    add("--steps", type=int, default=10, help="in a turn (default: %(default)s)")
-    add("--budget", type=float, default=20.0, help="seconds for a recipe, after compiling")
     add("--dry-run", action="store_true", help="a tiny model on a CPU, to see that it runs")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     hardware = probe("cpu" if arguments.dry_run else "cuda")
     settings = {name: getattr(arguments, name) for name in SETTINGS}
-    changes = {} if arguments.layers is None else {"layers": arguments.layers}
+    model, changes = arguments.model, {}
+    if arguments.layers is not None:
+        model, changes = f"{model}-{arguments.layers}-layers", {"layers": arguments.layers}
     config = load_config(arguments.model, changes)
     if arguments.dry_run:
         config = TINY.model_copy(update=changes)
-        arguments.context, arguments.turns, arguments.steps = TINY.context, 2, 2
-    work = StepWork(
-        model=named(arguments), config=config, batch=arguments.batch, context=arguments.context
-    )
+        arguments.context = TINY.context
+    work = StepWork(model=model, config=config, batch=arguments.batch, context=arguments.context)
     arm = partial(Arm, work=work, hardware=hardware, backend=arguments.backend, head=arguments.head)
     settings |= {"dry_run": arguments.dry_run, "facts": facts(hardware)}
     print(f"{HEADLINE}{work.model}, {work.batch} x {work.context} tokens", flush=True)
@@ -197,24 +184,23 @@ def main() -> int:
     failed = False
     first, *compared = arguments.recipes
     for recipe in compared or [first]:
-        pair = list(dict.fromkeys([first, recipe]))
-        for names in [pair] if len(pair) == 1 else [pair, *([name] for name in pair)]:
+        pair, timed = list(dict.fromkeys([first, recipe])), set[str]()
+        for names in [pair, *([name] for name in pair)]:
+            if timed.issuperset(names):
+                continue  # together
             try:
                 for row in measured([arm(name) for name in names], arguments):
                     append_line(arguments.out, row | settings)
+                    timed.add(row["recipe"])
                     base = row if row["recipe"] == first and "step_ms" in row else base or row
                     print(f"{HEADLINE}{headline(row, base)}", flush=True)
-                failed_here = False
             except Exception as error:  # of any kind: what follows is measured all the same
-                failed_here = True
+                failed = failed or len(names) == 1 or bool(timed)
                 traceback.print_exc()
                 reason = f"{type(error).__name__}: {str(error).partition('. ')[0][:150]}"
                 print(f"{HEADLINE}{' and '.join(names)}: failed: {reason}", flush=True)
             free_memory(hardware.device)
             torch._dynamo.reset()
-            if names == pair and not failed_here:
-                break
-            failed = failed or (failed_here and len(names) < 2)
     return int(failed)
 
 

@@ -28,7 +28,7 @@ from bench.gpu.facts import HEADLINE, ROOT
 LEAST_S = 15.0  # no task starts with less time left
 DUMP_S = 2.0  # for a stopped task to print where it is
 DRY_PATIENCE = 5.0  # a dry run has so many times as long: small machines are slow, or busy
-SHOWN, WIDEST = 12, 220  # lines of a task in the summary, and characters of a line
+SHOWN, WIDEST = 20, 220  # lines of a task in the summary, and characters of a line
 RECORDS, SUMMARY = "visit.jsonl", "summary.txt"
 # An archive with this many bytes gets no further file, and longer files are cut into pieces, so
 # that none is larger than 15 MiB.
