@@ -53,7 +53,7 @@ SCENARIOS = {
     "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",
     "golden": "what Transformer Engine computes on this GPU, for tests/numerics/test_golden.py",
     "pictures": "the pictures of docs/recipes.md and docs/architecture.md",
-    "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
+    "gpu": "the first visit to a new GPU: steps, kernels, tests, losses, peers, in little time",
 }
 
 

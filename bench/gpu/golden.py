@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.gpu import gpu_report, references
+from bench.gpu import references
+from bench.gpu.facts import facts, slug
 from fp8stack.analysis.conform import histories
 from fp8stack.analysis.conform import te_casts as te_raw
 from fp8stack.analysis.conform.casts import SCALES
@@ -74,9 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
         reason = context.hardware.te_problem or "there is none here"
         print(f"python -m bench golden needs a CUDA GPU and Transformer Engine: {reason}.")
         raise SystemExit(2)
-    facts = captured(context, arguments.out)
-    print(json.dumps(facts, indent=2))
-    if not facts["holds"]:
+    result = captured(context, arguments.out)
+    print(json.dumps(result, indent=2))
+    if not result["holds"]:
         raise SystemExit(1)
 
 
@@ -90,22 +91,21 @@ def captured(context: Context, folder: Path) -> Facts:
     failed: dict[str, str] = {}
     for name, capture in captures(context):
         try:
-            facts, case_tensors = capture()
+            case, case_tensors = capture()
         except Skipped as reason:
             refused[name] = str(reason)
         except Exception:
             failed[name] = traceback.format_exc()[-1500:]
         else:
-            cases.append({"name": name, **facts})
+            cases.append({"name": name, **case})
             tensors |= {f"{name}/{key}": value for key, value in case_tensors.items()}
-    report = gpu_report.new_report(context.hardware, quick=False)
-    del report["sections"], report["quick"]
     made_by = f"TE on {context.hardware.name}"
     description = {
-        **report, "made_by": made_by, "cases": cases, "refused": refused, "failed": failed,
+        **facts(context.hardware), "made_by": made_by, "cases": cases, "refused": refused,
+        "failed": failed,
     }  # fmt: skip
     version = str(context.hardware.te_version).partition("+")[0]  # a local build has a suffix
-    path = folder / f"te-{version}-{gpu_report.slug(context.hardware.name)}.safetensors"
+    path = folder / f"te-{version}-{slug(context.hardware.name)}.safetensors"
     write(path, description, tensors)
     return {
         "holds": not failed,
@@ -216,8 +216,8 @@ def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) ->
     for state in histories.te_states(device, steps, length, algorithm, margin):
         scales.append(torch.stack([state[f"{slot}.scale"] for slot in histories.FORMATS]))
     saved = [state[f"{slot}.amax_history"] for slot in histories.FORMATS]
-    facts = {"kind": "history", "length": length, "algorithm": algorithm, "margin": margin}
-    return facts, {"scales": torch.stack(scales), "histories": torch.stack(saved, dim=1)}
+    case = {"kind": "history", "length": length, "algorithm": algorithm, "margin": margin}
+    return case, {"scales": torch.stack(scales), "histories": torch.stack(saved, dim=1)}
 
 
 def _quantizer(context: Context, scaling: str, x: str, quantizer: Quantizer) -> Captured:
@@ -259,5 +259,5 @@ def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
             results |= {f"scale {name}": scale, f"amax_history {name}": history}
     results |= _weight_bytes(layer)
     te_raw.forget()
-    facts = {"kind": "module", "module": kind, "dtype": dtype, "scaling": scaling}
-    return {**facts, "factors": FACTORS, "history_length": MODULE_HISTORY}, results
+    case = {"kind": "module", "module": kind, "dtype": dtype, "scaling": scaling}
+    return {**case, "factors": FACTORS, "history_length": MODULE_HISTORY}, results

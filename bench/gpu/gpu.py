@@ -1,171 +1,97 @@
-"""Checks of a GPU against the CPU's bytes, TE's bytes and float64; golden files; and first timings.
-
-Every section runs in a separate process, which may die or be stopped without affecting the others.
-The results so far are on disk at any moment.
-"""
+"""The first visit to a new GPU: `bench gpu --minutes 9`, or `bench gpu --part 1`. What it runs, the
+most valuable first; how it runs is in `visit`."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import multiprocessing
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.cells import append_line, json_lines
-from bench.gpu import golden, gpu_report, losses, visit
-from bench.gpu.gpu_report import TIME_IS_UP, Report
-from fp8stack.analysis.conform.checks import Check, Context, Facts, run_check
-from fp8stack.analysis.conform.suite import GROUPS
-from fp8stack.common.errors import UserError
-from fp8stack.precision import probe
+from bench.gpu.visit import DRY_PATIENCE, Task, Visit
 
-# Seconds. The last section gets the rest of the time.
-WHOLE = 455.0
-BUDGETS = {"casts": 110.0, "histories": 75.0, "golden": 45.0, "layers": 90.0, "losses": WHOLE}
-# The checks of `fp8stack conform`, by section.
-CONFORM = {
-    "casts": ("casts", "scales", "quantizers", "layouts", "golden"),
-    "histories": ("histories",),
-    "layers": ("gemms", "groups", "attention"),
+MINUTES = 9.0  # of a part, by default: machines that are lent limit a command to ten
+PARTS = {
+    1: "the machine, steps of gpt2-1.5b with all kernels, operations by themselves",
+    2: "steps by tokens and by layers",
+    3: "tests of kernels, plans and waiting; losses",
+    4: "peers, and steps in every recipe",
+    5: "conform, and the other tests",
 }
-GRACE = 15.0  # a section starts no case after its budget, and is stopped this much later
 
 
-@dataclass(frozen=True)
-class Section:
-    """Cases that share a process and `budget` seconds. At most `count` cases run, all if None.
-    Files that they write, such as golden files, go into `folder`."""
+def steps(part_number: int, options: str, seconds: float) -> Task:
+    """Training steps of a model in turns."""
+    words = f"bench.gpu.steps --out {{out}}/steps.jsonl {options}"
+    name = f"steps {options.replace('--', '')}"
+    return Task(part_number, name, words, seconds, "--dry-run")
 
-    name: str
-    context: Context
-    folder: Path
-    budget: float
-    count: int | None = None
 
-    def cases(self, deadline: float) -> Iterator[Check]:
-        if self.name == "losses":
-            return losses.cases(self.context, deadline)
-        if self.name == "golden":
-            return iter([Check("capture", partial(golden.captured, self.context, self.folder))])
-        groups = CONFORM[self.name]
-        return itertools.chain.from_iterable(GROUPS[group](self.context) for group in groups)
+def micro(groups: str, seconds: float) -> Task:
+    """Operations by themselves."""
+    words = f"bench.gpu.micro --out {{out}}/micro.jsonl --groups {groups} --seconds {seconds - 15}"
+    name = f"operations: {groups}"
+    return Task(1, name, words, seconds, "--dry-run")
 
-    def work(self, path: Path) -> None:
-        """Run the cases in this process, and append each row to the file at `path` at once."""
-        deadline = time.monotonic() + self.budget
-        for case in itertools.islice(self.cases(deadline), self.count):
-            append_line(path, {"starting": case.name})
-            late = time.monotonic() > deadline
-            row = {"check": case.name, "skipped": TIME_IS_UP} if late else run_check(case)
-            append_line(path, row)
+
+def tests(part_number: int, names: str, seconds: float) -> Task:
+    """The GPU tests of these names, side by side; a dry run only imports and collects them."""
+    files = " ".join(f"tests/gpu/test_gpu_{name}.py" for name in names.split(","))
+    words = f"pytest -q -p no:cacheprovider -n 4 {files}"
+    dry = "-n 0 -p tests.support.pretend_gpu --collect-only"
+    return Task(part_number, f"tests: {names}", words, seconds, dry)
+
+
+EVERY = "delayed,current,block,rowwise,nvfp4,mxfp8"
+LLAMA = "--model llama-8b --batch 1 --context 8192"
+TINY_RUN = (
+    "--model gpt-nano --steps 2 --batch 2 --context 32 --set model_overrides.layers=1 "
+    "--set eval_windows=2 --set sample_tokens=0 --set warmup_steps=1 --device cpu"
+)
+TINY_STEP = "--tiny --device cpu --rounds 6 --budget 5 --compiled ''"
+TASKS = (
+    micro("machine", 60),
+    steps(1, "--batch 4 --profile", 260),
+    steps(1, "--batch 1 --context 128 --profile", 120),
+    micro("gemms,attention,optimizer", 120),
+    micro("casts,elementwise", 150),
+    micro("tiles", 120),
+    steps(2, "--batch 16 --profile", 180),
+    steps(2, f"{LLAMA} --layers 2 --profile", 150),
+    steps(2, f"{LLAMA} --layers 4", 150),
+    steps(2, "--batch 32", 180),
+    tests(3, "kernels,sync,plan", 400),
+    Task(3, "losses", "fp8stack compare --model gpt2-124m --recipes bf16,delayed,current,block "
+        "--baseline bf16 --seeds 1 --steps 200 --batch 8 --context 1024 --lr 6e-4 "
+        "--out {out}/losses", 300, f"{TINY_RUN} --recipes bf16,delayed"),
+    Task(4, "peers", "bench step --models gpt2-1.5b --recipes delayed --rounds 30 --budget 20 "
+        "--out {out}/peers", 400, TINY_STEP),
+    steps(4, f"--model gpt2-124m --batch 32 --recipes bf16,{EVERY}", 400),
+    steps(4, f"{LLAMA} --layers 2 --recipes bf16,delayed,current --head --profile", 200),
+    Task(5, "doctor", "fp8stack doctor --json", 60),
+    Task(5, "conform", "fp8stack conform --device cuda --out {out}/conform.json", 300,
+        "--quick --device cpu --only 'gemms: '"),
+    tests(5, "telemetry,training", 400),
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sections",
-        type=_sections,
-        default=list(BUDGETS),
-        metavar="A,B",
-        help=f"some of {','.join(BUDGETS)} (default: all)",
-    )
     add = parser.add_argument
-    add("--quick", action="store_true", help="20 steps instead of 200, one shape of layers")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
-    add("--cases", type=int, metavar="N", help="the first N cases of each section (default: all)")
-    add("--seconds", type=float, default=WHOLE, help="of all sections (default: %(default)g)")
-    add(
-        "--part",
-        type=int,
-        choices=list(visit.PARTS),
-        help="a part of the first visit to a new GPU instead, see docs/new_gpu.md",
-    )
-    add("--minutes", type=float, metavar="N", help="all parts, or --part, in so many minutes")
-    add("--dry-run", action="store_true", help="such parts on a CPU, with tiny sizes")
-    add("--archive", type=Path, metavar="FILE", help="what such parts have written, as one tar.gz; "
-        "where --out is empty, they continue from it")  # fmt: skip
-
-
-def _sections(text: str) -> list[str]:
-    chosen = text.split(",")
-    if unknown := [name for name in chosen if name not in BUDGETS]:
-        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {','.join(BUDGETS)}")
-    return [name for name in BUDGETS if name in chosen]
+    contents = "; ".join(f"{number}: {text}" for number, text in PARTS.items())
+    add("--part", type=int, choices=list(PARTS), help=f"one part alone ({contents})")
+    add("--minutes", type=float, metavar="N", help=f"for everything (default: {MINUTES:g} a part)")
+    add("--dry-run", action="store_true", help="on a CPU, with tiny sizes")
+    add("--archives", type=Path, metavar="FOLDER",
+        help="gets the results after each task in archives of at most 15 MiB")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the sections and write the report. Exits with code 1 if a check does not hold."""
-    on_gpu = arguments.device == "cuda" and not arguments.dry_run
-    if on_gpu and (not torch.cuda.is_available() or torch.version.hip is not None):
+    """Run a part, or all parts. Exits with code 1 if a task failed or is left."""
+    if not arguments.dry_run and (not torch.cuda.is_available() or torch.version.hip is not None):
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
         raise SystemExit(2)
-    if arguments.part or arguments.minutes is not None or arguments.dry_run:
-        visit.run(
-            arguments.part, arguments.out, arguments.minutes, arguments.dry_run, arguments.archive
-        )
-        return
-    if arguments.archive is not None:
-        raise UserError("--archive is of a visit: give --minutes or --part beside.")
-    start = time.monotonic()
-    hardware = probe(arguments.device)
-    compiler = "inductor" if on_gpu else "eager"
-    context = Context(hardware, arguments.quick, compiler)
-    report = gpu_report.new_report(context.hardware, arguments.quick)
-    folder: Path = arguments.out / gpu_report.slug(context.hardware.name)
-    gpu_report.write(report, folder)
-    print(f"{context.hardware}, {report['versions']}", flush=True)
-    for name in arguments.sections:
-        remaining = arguments.seconds - (time.monotonic() - start)
-        budget = min(BUDGETS[name], remaining)
-        add_section(report, Section(name, context, folder, budget, arguments.cases))
-        gpu_report.write(report, folder)
-    print(f"written: {folder}/gpu.json and gpu.md, after {time.monotonic() - start:.0f} s")
-    if problems := gpu_report.problems(report):
-        print(f"{len(problems)} problems:", *problems, sep="\n  ")
+    tasks = [task for task in TASKS if arguments.part in (None, task.part_number)]
+    count = len({task.part_number for task in tasks})
+    minutes = arguments.minutes or MINUTES * count * (DRY_PATIENCE if arguments.dry_run else 1.0)
+    if not Visit(arguments.out, 60 * minutes, arguments.dry_run, arguments.archives).run(tasks):
         raise SystemExit(1)
-    rows = [row for section in report["sections"].values() for row in section["cases"]]
-    if arguments.seconds < WHOLE and any(row.get("skipped") == TIME_IS_UP for row in rows):
-        raise SystemExit(visit.CUT_SHORT)
-
-
-def add_section(report: Report, section: Section) -> None:
-    """Run one section in a separate process, and add its rows to the report."""
-    start = time.monotonic()
-    path = section.folder / f"rows-{section.name}.jsonl"
-    if path.exists():  # of a section that was stopped
-        path.replace(path.with_suffix(".before.jsonl"))
-    problem = in_a_process(partial(section.work, path), section.budget + GRACE)
-    rows, unfinished = read_rows(path)
-    if problem and unfinished:
-        problem = f"{problem} in the case '{unfinished}'"
-    added = report["sections"][section.name] = {
-        "seconds": round(time.monotonic() - start, 1),
-        "budget_s": round(section.budget, 1),
-        "problem": problem,
-        "cases": rows,
-    }
-    print(f"{section.name}: {gpu_report.summary(added)}", flush=True)
-
-
-def in_a_process(target: Callable[[], None], seconds: float) -> str:
-    """Run `target` in a new process. Returns its problem, "" if there was none."""
-    process = multiprocessing.get_context("spawn").Process(target=target)
-    process.start()
-    process.join(max(0.0, seconds))
-    if process.is_alive():
-        process.kill()
-        process.join()
-        return f"stopped after {seconds:.0f} s"
-    return f"died with exit code {process.exitcode}" if process.exitcode else ""
-
-
-def read_rows(path: Path) -> tuple[list[Facts], str]:
-    """The finished rows, and the name of a case that was started but not finished, or ""."""
-    lines = json_lines(path)
-    unfinished = lines[-1].get("starting", "") if lines else ""
-    return [row for row in lines if "starting" not in row], unfinished

@@ -1,70 +1,153 @@
-"""Training steps of one model in some recipes, one after the other, optionally with the head in
-FP8.
+"""Training steps of one model: bf16 and each recipe in turn, the host's time apart from the GPU's.
 
-The row of a recipe is written as soon as it is measured; a recipe that fails does not stop the
-others.
+A turn runs many steps and waits for the GPU once, at its end. The host's time ends when it has
+launched the last step; where the GPU is slower, its queue is full, and both times are equal: then
+the host's own time is that of a small batch. A pair that does not fit in memory together is timed
+one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.cells import append_line, json_lines, words
-from fp8stack.analysis.benchmark.step_timing import (
-    StepWork,
-    chosen,
-    figures,
-    free_memory,
-    training_step,
-)
-from fp8stack.analysis.benchmark.timing import interleaved
+from bench.cells import append_line, words
+from bench.gpu import kernels
+from bench.gpu.facts import HEADLINE, facts
+from fp8stack.analysis.benchmark.step_timing import StepWork, free_memory, training_step
+from fp8stack.analysis.benchmark.timing import summarize, wait_for
 from fp8stack.layers import build_backend
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, probe
-from fp8stack.training.metrics import profiler
-from fp8stack.training.metrics.throughput import peak_rate
 from fp8stack.training.optim.optimizer import build_optimizer
 
 TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
+TURNS, STEPS = 7, 10  # of each arm, and of a turn
+SETTINGS = ("model", "layers", "batch", "context", "backend", "head")
+Row = dict[str, Any]
 
 
-def measured(
-    work: StepWork, recipe: str, hardware: Hardware, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The row of a recipe: its plan and time; `arguments` are the command's."""
-    to_run = load_recipe(recipe)
-    if arguments.head and to_run.is_fp8:
-        to_run = to_run.model_copy(update={"head": True})
-    plan = plan_for(work.config, to_run, hardware, arguments.backend, tokens=work.tokens)
-    backend = build_backend(plan)
-    backend.weights.only_tracked_changes = True  # as in a run
-    model = GPT(work.config, backend).to(hardware.device)
-    compiled = hardware.device == "cuda" and plan.backend != "te"
-    if compiled:
-        model.compile_blocks()
-    optimizer = build_optimizer(model, RunConfig(lr=1e-4))
-    step = training_step(model, optimizer, work.batches_of(hardware.device))
-    options = {"rounds": arguments.rounds, "warm_up": 2, "budget_s": arguments.budget}
-    timing = interleaved({recipe: step}, device=hardware.device, **options)[recipe]
-    row = {"recipe": recipe, "compiled": compiled, "plan": plan.summary()}
-    row |= figures(work, timing, timing, peak_rate(hardware, plan))
-    for key in ("ratio", "speedup"):  # they compare the recipe with itself
-        del row[key]
-    if arguments.profile:
-        name = f"{work.model}-{recipe}{'-head' if arguments.head else ''}"
-        folder = arguments.out.parent / name
-        folder.mkdir(parents=True, exist_ok=True)
-        with profiler.recording(torch.device(hardware.device)) as recorded:
-            step()
-        print(profiler.write(recorded, folder, 1))
-    return row
+class Turn(NamedTuple):
+    """Milliseconds of a step in one turn."""
+
+    host_ms: float  # until the host has launched everything
+    step_ms: float  # until the GPU has done everything
+
+
+def turn(step: Callable[[], None], count: int, device: str) -> Turn:
+    """Run `count` steps, and wait once, at the end."""
+    wait_for(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    launched = time.perf_counter()
+    wait_for(device)
+    per_step = 1000 / count
+    return Turn((launched - begin) * per_step, (time.perf_counter() - begin) * per_step)
+
+
+class Arm:
+    """A model in a recipe, its step, and the times of its turns."""
+
+    def __init__(self, recipe: str, work: StepWork, hardware: Hardware, backend: str, head: bool):
+        self.recipe, self.work, self.hardware = recipe, work, hardware
+        self._options = backend, head
+        self.turns: list[Turn] = []
+
+    def build(self) -> None:
+        """Build the model, and run it until it is compiled."""
+        backend, head = self._options
+        loaded, hardware, work = load_recipe(self.recipe), self.hardware, self.work
+        if head and loaded.is_fp8:
+            loaded = loaded.model_copy(update={"head": True})
+        self.plan = plan_for(work.config, loaded, hardware, backend, tokens=work.tokens)
+        built = build_backend(self.plan)
+        built.weights.only_tracked_changes = True  # as in a run
+        begin = time.perf_counter()
+        model = GPT(work.config, built).to(hardware.device)
+        self.compiled = hardware.device == "cuda" and self.plan.backend != "te"
+        if self.compiled:
+            model.compile_blocks()
+        optimizer = build_optimizer(model, RunConfig(lr=1e-4))
+        self.step = training_step(model, optimizer, work.batches_of(hardware.device))
+        for _ in range(3):
+            self.step()
+        wait_for(hardware.device)
+        self.first_s = time.perf_counter() - begin
+
+    def peak_gib(self) -> float | None:
+        """The most memory during a step, all that is allocated included."""
+        if self.hardware.device != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        wait_for("cuda")
+        peak: int = torch.cuda.max_memory_allocated()
+        return round(peak / 2**30, 3)
+
+    def row(self) -> Row:
+        """The figures of the turns."""
+        steps = summarize([turn.step_ms for turn in self.turns])
+        rate = 1000 * self.work.tokens / steps.median_ms
+        tflops = rate * self.work.config.flops_per_token(self.work.context) / 1e12
+        return {
+            "recipe": self.recipe,
+            "compiled": self.compiled,
+            "plan": self.plan.summary(),
+            "step_ms": round(steps.median_ms, 3),
+            "low_ms": round(steps.low_ms, 3),
+            "high_ms": round(steps.high_ms, 3),
+            "host_ms": round(statistics.median(turn.host_ms for turn in self.turns), 3),
+            "turns": len(self.turns),
+            "tokens_per_s": round(rate, 1),
+            "tflops": round(tflops, 3),
+            "first_s": round(self.first_s, 1),
+        }
+
+
+def measured(arms: list[Arm], arguments: argparse.Namespace) -> Iterator[Row]:
+    """The rows of arms that take turns: first their times; then, if requested, the kernels of a
+    step of each, with all of them in a folder beside the file."""
+    device = arms[0].hardware.device
+    for arm in arms:
+        arm.build()
+    turns, steps = (2, 2) if arguments.dry_run else (TURNS, STEPS)
+    for _ in range(turns):
+        for arm in arms:
+            arm.turns.append(turn(arm.step, steps, device))
+    for arm in arms:
+        yield arm.row() | {"in_turn": len(arms) > 1, "peak_gib": arm.peak_gib()}
+    for arm in arms if arguments.profile else ():
+        size = f"{arm.work.batch}x{arm.work.context}{'-head' if arguments.head else ''}"
+        name = f"{arm.work.model}-{size}-{arm.recipe}"
+        rows = kernels.profiled(arm.step, device, arguments.out.parent / "kernels" / name)
+        yield {
+            "recipe": arm.recipe,
+            "kernels_ms": round(sum(row.us for row in rows) / 1000, 3),
+            "launches": sum(row.count for row in rows),
+            "kinds_ms": kernels.ms_by_kind(rows),
+        }
+
+
+def headline(row: Row, base: Row) -> str:
+    """The figures of a row in a line of the visit's summary, relative to `base`."""
+    if "kinds_ms" in row:
+        kinds = ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kinds_ms"].items())
+        return f"{row['recipe']}: {row['launches']} kernels {row['kernels_ms']:.2f} ms: {kinds}"
+    speed = "" if row is base else f", {base['step_ms'] / row['step_ms']:.3f} x {base['recipe']}"
+    memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.1f} GiB"
+    text = f"step {row['step_ms']:.2f} ms{speed}, host {row['host_ms']:.2f}{memory}"
+    return f"{row['recipe']}: {text}, {row['tokens_per_s']:,.0f} tokens/s"
 
 
 def main() -> int:
@@ -72,38 +155,52 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.steps", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="a file, one JSON object per line")
-    add("--model", default="gpt2-124m", help="of those that steps are measured of")
-    add("--recipes", type=words, default=["bf16", "delayed"], metavar="A,B")
+    add("--model", default="gpt2-1.5b", help="model preset (default: %(default)s)")
+    add("--recipes", type=words, default=["bf16", "delayed"], metavar="A,B",
+        help="the first takes turns with each of the others (default: bf16,delayed)")  # fmt: skip
+    add("--batch", type=int, default=4, help="sequences per step (default: %(default)s)")
+    add("--context", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
+    add("--layers", type=int, help="blocks (default: the model's)")
     add("--backend", default="auto", help="compute backend (default: %(default)s)")
     add("--head", action="store_true", help="the head in FP8 as well")
-    add("--profile", action="store_true", help="a table and a trace of one step, beside the file")
-    add("--rounds", type=int, default=30, help="timed steps at most (default: %(default)s)")
-    add("--budget", type=float, default=40.0, help="seconds for a recipe, after compiling")
-    add("--tiny", action="store_true", help="a tiny model on a CPU, to see that it runs")
+    add("--profile", action="store_true", help="all kernels of one step, and a trace")
+    add("--dry-run", action="store_true", help="a tiny model on a CPU, to see that it runs")
     arguments = parser.parse_args()
-    hardware = probe("cpu" if arguments.tiny else "cuda")
-    if arguments.tiny:
-        work = StepWork(model=arguments.model, config=TINY, batch=2, context=64)
-    else:
-        (work,) = chosen([arguments.model], hardware.device)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    hardware = probe("cpu" if arguments.dry_run else "cuda")
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    model, changes = arguments.model, {}
+    if arguments.layers is not None:
+        model, changes = f"{model}-{arguments.layers}-layers", {"layers": arguments.layers}
+    config = load_config(arguments.model, changes)
+    if arguments.dry_run:
+        config = TINY.model_copy(update=changes)
+        arguments.context = TINY.context
+    work = StepWork(model=model, config=config, batch=arguments.batch, context=arguments.context)
+    arm = partial(Arm, work=work, hardware=hardware, backend=arguments.backend, head=arguments.head)
+    settings |= {"dry_run": arguments.dry_run, "facts": facts(hardware)}
+    print(f"{HEADLINE}{work.model}, {work.batch} x {work.context} tokens", flush=True)
+    base: Row = {}
     failed = False
-    settings = {key: getattr(arguments, key) for key in ("head", "backend", "tiny")}
-    rows = json_lines(arguments.out) if arguments.out.exists() else []
-    timed = [row for row in rows if "median_ms" in row and row | settings == row]
-    for recipe in arguments.recipes:
-        if any((row["model"], row["recipe"]) == (work.model, recipe) for row in timed):
-            print(f"{work.model} in {recipe}: measured before")
-            continue
-        try:
-            row = measured(work, recipe, hardware, arguments)
-            result = f"{row['median_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"
-        except Exception as error:  # of any kind: the next recipe is measured all the same
-            failed, result = True, f"failed: {type(error).__name__}: {error}"
-            row = {"model": work.model, "recipe": recipe, "traceback": traceback.format_exc()}
-        append_line(arguments.out, row | settings)
-        print(f"{work.model} in {recipe}{', head in FP8' if arguments.head else ''}: {result}")
-        free_memory(hardware.device)
-        torch._dynamo.reset()
+    first, *compared = arguments.recipes
+    for recipe in compared or [first]:
+        pair, timed = list(dict.fromkeys([first, recipe])), set[str]()
+        for names in [pair, *([name] for name in pair)]:
+            if timed.issuperset(names):
+                continue  # together
+            try:
+                for row in measured([arm(name) for name in names], arguments):
+                    append_line(arguments.out, row | settings)
+                    timed.add(row["recipe"])
+                    base = row if row["recipe"] == first and "step_ms" in row else base or row
+                    print(f"{HEADLINE}{headline(row, base)}", flush=True)
+            except Exception as error:  # of any kind: what follows is measured all the same
+                failed = failed or len(names) == 1 or bool(timed)
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {str(error).partition('. ')[0][:150]}"
+                print(f"{HEADLINE}{' and '.join(names)}: failed: {reason}", flush=True)
+            free_memory(hardware.device)
+            torch._dynamo.reset()
     return int(failed)
 
 

@@ -1,14 +1,11 @@
-"""The first visit to a new GPU: `bench gpu --minutes 9`, or `bench gpu --part 1`.
+"""A visit to a GPU: tasks within a time limit, each recorded when it ends.
 
-Each task is a command in a process of its own with a time limit; it may fail or hang without
-affecting the others. Tasks that measure time run alone, the others side by side. A task that has
-ended adds a line to `visit.jsonl`; the same command then continues after the tasks that are there.
-A dry run does the same on a CPU with tiny sizes, and collects the tests for a pretended GPU.
+A task is a command in a process of its own; it may fail or hang without affecting the others. A
+dry run does the same on a CPU with tiny sizes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -16,145 +13,55 @@ import shlex
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-MINUTES = 8.8  # of a part, by default: machines that are lent limit a command to ten
+from bench.cells import append_line, json_lines
+from bench.gpu.facts import HEADLINE, ROOT
+
 LEAST_S = 15.0  # no task starts with less time left
-ENDS_EARLIER_S = 35.0  # a task that knows its time ends so long before it would be stopped
-DUMP_S = 2.0  # what a stopped task has to print where it is
-CUT_SHORT = 75  # the exit code of a task that left something out for want of time
+DUMP_S = 2.0  # for a stopped task to print where it is
 DRY_PATIENCE = 5.0  # a dry run has so many times as long: small machines are slow, or busy
-SHOWN = 15  # lines to print of a task that failed
-RECORDS = "visit.jsonl"
-PARTS = {
-    1: "the installation, a compiled step in each recipe, peak rates; tests of kernels and plans",
-    2: "casts, histories, layers and losses held to the CPU and to TE; TE's golden file",
-    3: "steps of GPT-2, bf16 and delayed",
-    4: "the shapes of an 8B model, the head in bf16 and in FP8",
-    5: "training, waiting and telemetry, deterministic and not",
-}
+SHOWN, WIDEST = 20, 220  # lines of a task in the summary, and characters of a line
+RECORDS, SUMMARY = "visit.jsonl", "summary.txt"
+# An archive with this many bytes gets no further file, and longer files are cut into pieces, so
+# that none is larger than 15 MiB.
+FULL_ARCHIVE = PIECE = 7 * 2**20
 
 
 @dataclass(frozen=True)
 class Task:
-    """A command. `words` follow `python -m`; `{out}` stands for the folder of the visit, and
-    `{scratch}` for a temporary folder.
-
-    `{seconds}` is the time that the command gives itself, less than its limit.
-
-    Attributes:
-        part_number: the key in `PARTS`.
-        seconds: the time limit, after which the command is stopped.
-        dry: additional words in a dry run, or, with `instead`, all of its words.
-        alone: whether it measures time, so that nothing else may run meanwhile.
-    """
+    """A command."""
 
     part_number: int
     name: str
-    words: str
-    seconds: float
-    dry: str = ""
-    instead: bool = False
-    alone: bool = False
+    words: str  # that follow `python -m`; `{out}` stands for the folder of the visit
+    seconds: float  # after which it is stopped
+    dry: str = ""  # additional words in a dry run
 
-    def command(
-        self, out: Path, scratch: Path, dry: bool, seconds: float | None = None
-    ) -> list[str]:
-        text = self.dry if dry and self.instead else f"{self.words} {self.dry if dry else ''}"
-        ends_s = max(0.0, (seconds or self.seconds) - ENDS_EARLIER_S)
-        places = {"out": str(out), "scratch": str(scratch), "seconds": f"{ends_s:.0f}"}
-        return [sys.executable, "-m", *(word.format(**places) for word in shlex.split(text))]
+    def command(self, out: Path, dry: bool) -> list[str]:
+        """The words of its command."""
+        text = f"{self.words} {self.dry if dry else ''}"
+        return [sys.executable, "-m", *(word.format(out=out) for word in shlex.split(text))]
 
     def log(self, out: Path) -> Path:
         """The file of its output."""
-        return (
-            out / "logs" / f"{self.part_number}-{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.txt"
-        )
+        name = re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+        return out / "logs" / f"{self.part_number}-{name}.txt"
 
-
-def first_step(recipe: str) -> Task:
-    """Compiled training steps of a small model."""
-    words = f"bench.gpu.first_step --recipe {recipe} --out {{out}}/first-steps.jsonl"
-    return Task(1, f"first step in {recipe}", words, 170, "--tiny")
-
-
-def tests(part_number: int, name: str, seconds: float) -> Task:
-    """The GPU tests of this name; a dry run only imports and collects them."""
-    words = f"pytest -v -p no:cacheprovider tests/gpu/test_gpu_{name}.py"
-    dry = "-p tests.support.pretend_gpu --collect-only"
-    return Task(part_number, f"tests of {name}", words, seconds, dry)
-
-
-def section(name: str, seconds: float, alone: bool = False) -> Task:
-    """A section of `bench gpu`. A dry run has two cases of it, on the CPU; layers and losses, which
-    are too large for a CPU, are compared in `conform`'s short form, and in a run of two steps."""
-    words, dry = (
-        f"bench gpu --sections {name} --out {{out}}/{name} --seconds {{seconds}}",
-        "--device cpu --quick --cases 2",
-    )
-    if name == "layers":
-        dry = "fp8stack conform --quick --device cpu --only 'gemms: ' --out {out}/layers.json"
-    elif name == "losses":
-        dry = f"fp8stack pretrain --recipe delayed --out {{scratch}}/losses {TINY_RUN}"
-    instead = name in ("layers", "losses")
-    return Task(2, name, words, seconds, dry, instead, alone)
-
-
-def steps(part_number: int, model: str, recipes: str, seconds: float, more: str = "") -> Task:
-    """Training steps of a model, each recipe with its own row and profile."""
-    name = f"steps of {model} in {recipes}{', head in FP8' if '--head' in more else ''}"
-    words = f"bench.gpu.steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
-    return Task(part_number, name, words, seconds, "--tiny --rounds 6 --budget 2", alone=True)
-
-
-def training(key: str) -> Task:
-    """A small run, whose loss and speed are in the log."""
-    run = (
-        "fp8stack pretrain --model gpt-nano --recipe delayed --set model_overrides.context=320 "
-        f"--set deterministic={key} --out {{scratch}}/{key}"
-    )
-    full = f"{run} --context 320 --steps 300"
-    return Task(5, f"a run with deterministic={key}", full, 100, f"{run} {TINY_RUN}", True)
-
-
-TINY_RUN = (
-    "--steps 2 --batch 2 --context 32 --set model_overrides.layers=1 --set eval_windows=2 "
-    "--set sample_tokens=0 --set warmup_steps=1 --device cpu"
-)
-RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "rowwise", "nvfp4")
-# The most valuable first: what a visit that is cut off leaves out is at the end.
-TASKS = (
-    Task(1, "packages", "bench.gpu.wheels missing", 30),
-    Task(1, "doctor", "fp8stack doctor --json", 60),
-    *map(first_step, RECIPES),
-    Task(1, "ceilings", "bench.gpu.ceilings --out {out}/ceilings.jsonl", 90, "--tiny", alone=True),
-    steps(3, "gpt2-1.5b", "bf16,delayed", 240, "--profile"),
-    tests(1, "kernels", 300),
-    tests(1, "plan", 300),
-    section("casts", 150),
-    section("histories", 120),
-    section("golden", 90),
-    section("layers", 150),
-    steps(3, "gpt2-124m", "bf16,delayed,current,block", 200),
-    steps(4, "llama-8b-2-layers", "bf16,delayed,current", 200),
-    steps(4, "llama-8b-2-layers", "delayed,current", 150, "--head --profile"),
-    tests(5, "sync", 150),
-    tests(5, "telemetry", 150),
-    tests(5, "training", 400),
-    training("true"),
-    training("false"),
-    section("losses", 400, alone=True),
-)
+    def headlines(self, out: Path, failed: bool) -> list[str]:
+        """The lines of its output for the summary: the marked ones, or the last of a failure."""
+        log = self.log(out)
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        marked = [line.removeprefix(HEADLINE) for line in lines if line.startswith(HEADLINE)]
+        last = lines[-8:] if failed else [] if marked else lines[-2:]
+        return [line[:WIDEST] for line in marked[:SHOWN] + last]
 
 
 def _without_cores() -> None:
@@ -162,57 +69,29 @@ def _without_cores() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class Running:
-    """A task in progress, from `start` to `ended`.
-
-    Args:
-        seconds: its time limit.
-        threads: the number of threads of its libraries; None for their own choice.
-    """
-
-    def __init__(
-        self, task: Task, command: list[str], log: Path, seconds: float, threads: int | None
-    ) -> None:
-        self.task, self.command, self.log = task, command, log
-        self._began, self._limit = time.monotonic(), seconds
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        if threads is not None:
-            names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-            environment |= dict.fromkeys(names, str(threads))
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=file, start_new_session=True, preexec_fn=_without_cores,
-            )  # fmt: skip
-
-    @property
-    def seconds(self) -> float:
-        """The time since it started."""
-        return time.monotonic() - self._began
-
-    def ended(self) -> str:
-        """The task's ending, "" while it runs. Stops a task whose time is up."""
-        code = self._process.poll()
-        if code is None and self.seconds < self._limit:
-            return ""
-        if code is None:
-            self.stop()
-            return f"stopped after {self._limit:.0f} s"
-        if code == CUT_SHORT:
-            return "stopped by itself, its time was up"
-        return "done" if code == 0 else f"failed with exit code {code}"
-
-    def stop(self) -> None:
-        """End the process and those that it started. The log gets the stacks of its threads."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGABRT)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(DUMP_S)
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+def ended(command: list[str], log: Path, limit_s: float) -> str:
+    """Run a command, with its output in a log. Returns its ending: "done", "failed with exit code
+    1", or "stopped after 9 s", when the log gets the stacks of its threads."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True, preexec_fn=_without_cores,
+        )  # fmt: skip
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(DUMP_S)
+        return f"stopped after {limit_s:.0f} s"
+    finally:  # also where the visit is stopped: end what the process started
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return "done" if code == 0 else f"failed with exit code {code}"
 
 
 class Visit:
@@ -222,149 +101,117 @@ class Visit:
         out: the folder of records, logs and results.
         seconds: the time for all tasks together.
         dry: whether to run on a CPU with tiny sizes.
-        archive: a file that gets all of `out` after each task.
+        archives: a folder that gets `out` in archives after each task.
     """
 
-    def __init__(self, out: Path, seconds: float, dry: bool, archive: Path | None = None) -> None:
+    def __init__(self, out: Path, seconds: float, dry: bool, archives: Path | None = None) -> None:
         self.out = out.resolve()  # the tasks run in another folder
-        self.dry, self.archive = dry, archive and archive.resolve()
+        self.dry, self.archives = dry, archives and archives.resolve()
         self._patience = DRY_PATIENCE if dry else 1.0
         self._end = time.monotonic() + seconds
-        self._running: list[Running] = []
 
     def run(self, tasks: Sequence[Task]) -> bool:
         """Run the tasks that are not recorded yet, those that were stopped before at the end.
-        Returns whether all tasks are done."""
-        if self.archive is not None:
-            self.archive.parent.mkdir(parents=True, exist_ok=True)
-        self._unpack()
+        Returns whether all tasks are done. The summary is printed last."""
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         endings, attempted = self.recorded(), {record["task"] for record in self._records()}
         remaining = [task for task in tasks if task.name not in endings]
         remaining.sort(key=lambda task: task.name in attempted)
-        if len(remaining) < len(tasks):
-            print(f"{len(tasks) - len(remaining)} of {len(tasks)} tasks are recorded in {self.out}")
         before = signal.signal(signal.SIGTERM, self._stop)
         try:
-            with tempfile.TemporaryDirectory() as scratch:
-                for alone, group in groupby(remaining, key=lambda task: task.alone):
-                    self._run_group(list(group), Path(scratch), alone)
+            for task in remaining:
+                if self._end - time.monotonic() < LEAST_S:
+                    break
+                self._run_task(task)
+                self._pack(tasks)
         finally:
-            for running in self._running:
-                running.stop()
-            self._pack()
             signal.signal(signal.SIGTERM, before)
+        print(f"\n{self.summary(remaining)}", flush=True)
         endings = self.recorded()
-        unfinished = [task.name for task in tasks if task.name not in endings]
-        failed = [task.name for task in tasks if endings.get(task.name, "done") != "done"]
-        if unfinished:
-            names = ", ".join(unfinished)
-            print(f"The time is up; left out: {names}. The same command continues there.")
-        if failed:
-            print(f"Failed: {', '.join(failed)}.")
-        return not unfinished and not failed
+        return all(endings.get(task.name) == "done" for task in tasks)
 
     def recorded(self) -> dict[str, str]:
         """The endings of tasks that need not run again, by name: of those that were done, and those
-        that failed before their time was up. A last line that was cut off does not count."""
-        endings: dict[str, str] = {}
-        for record in self._records():
-            if not record["ended"].startswith("stopped"):
-                endings[record["task"]] = record["ended"]
-        return endings
+        that failed before their time was up."""
+        records = self._records()
+        return {r["task"]: r["ended"] for r in records if not r["ended"].startswith("stopped")}
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        path = self.out / RECORDS
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with suppress(json.JSONDecodeError):
-                record = json.loads(line)
-                if record["dry_run"] == self.dry:
-                    yield record
+        """The records of such a visit, dry or not. A last line that was cut off does not count."""
+        return (row for row in json_lines(self.out / RECORDS) if row["dry_run"] == self.dry)
 
-    def _unpack(self) -> None:
-        """Take over what an earlier visit has put into the archive, if `out` has no records."""
-        if self.archive is None or (self.out / RECORDS).exists() or not self.archive.is_file():
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(self.archive) as packed:
-            packed.extractall(self.out, filter="data")
+    def summary(self, tasks: Sequence[Task]) -> str:
+        """How each task ended, and its most important lines."""
+        records = {record["task"]: record for record in self._records()}
+        lines = []
+        for task in tasks:
+            if record := records.get(task.name):
+                lines.append(f"{task.name}: {record['ended']}, {record['seconds']:.0f} s")
+                failed = record["ended"] != "done"
+                lines += [f"  {line}" for line in task.headlines(self.out, failed)]
+        endings = self.recorded()
+        unfinished = [task.name for task in tasks if task.name not in endings]
+        failed = [task.name for task in tasks if endings.get(task.name, "done") != "done"]
+        if failed:
+            lines.append(f"Failed: {', '.join(failed)}.")
+        if unfinished:
+            names = ", ".join(unfinished)
+            lines.append(f"The time is up; left out: {names}. The same command continues there.")
+        return "\n".join(lines)
 
-    def _pack(self) -> None:
-        """Put all of `out` into the archive."""
-        if self.archive is None:
+    def _pack(self, tasks: Sequence[Task]) -> None:
+        """Write the summary, and put `out` into the archives."""
+        (self.out / SUMMARY).write_text(self.summary(tasks) + "\n")
+        if self.archives is None:
             return
-        fresh = self.archive.with_name(f".{self.archive.name}.new")
-        names = {fresh.name, self.archive.name}  # it may lie in `out`
         try:
-            with tarfile.open(fresh, "w:gz") as packed:
-                for path in sorted(self.out.iterdir()):
-                    if path.name not in names:
-                        packed.add(path, path.name)
-            fresh.replace(self.archive)
+            pack(self.out, self.archives)
         except OSError as error:  # a task writes; after the next one all is packed again
             print(f"not packed: {error}", flush=True)
 
-    def _run_group(self, tasks: list[Task], scratch: Path, alone: bool) -> None:
-        cores = os.cpu_count() or 1
-        places = 1 if alone else max(1, min(len(tasks), cores // 2))
-        threads = None if places == 1 else max(1, cores // places)
-        while tasks or self._running:
-            while tasks and len(self._running) < places:
-                left_s = self._end - time.monotonic()
-                knows_its_time = "{seconds}" in tasks[0].words
-                if left_s < LEAST_S + ENDS_EARLIER_S * knows_its_time:
-                    tasks.clear()
-                    break
-                task = tasks.pop(0)
-                limit_s = min(task.seconds * self._patience, left_s)
-                command = task.command(self.out, scratch, self.dry, limit_s)
-                print(f"{task.name}: started", flush=True)
-                self._running.append(Running(task, command, task.log(self.out), limit_s, threads))
-            for running in list(self._running):
-                if ended := running.ended():
-                    self._running.remove(running)
-                    self._record(running, ended)
-            time.sleep(0.05)
-
-    def _record(self, running: Running, ended: str) -> None:
-        task, log = running.task, running.log
-        record: dict[str, Any] = {
+    def _run_task(self, task: Task) -> None:
+        limit_s = min(task.seconds * self._patience, self._end - time.monotonic())
+        print(f"{task.name}: started", flush=True)
+        command, begin = task.command(self.out, self.dry), time.monotonic()
+        record = {
             "task": task.name,
-            "part": task.part_number,
-            "ended": ended,
-            "seconds": round(running.seconds, 1),
-            "command": running.command[1:],
-            "log": log.name,
+            "ended": ended(command, task.log(self.out), limit_s),
+            "seconds": round(time.monotonic() - begin, 1),
+            "command": command[1:],
+            "log": task.log(self.out).name,
             "dry_run": self.dry,
         }
-        with (self.out / RECORDS).open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self._pack()
-        print(f"{task.name}: {ended} after {running.seconds:.1f} s", flush=True)
-        if ended != "done":
-            lines = log.read_text(errors="replace").splitlines()
-            print(*lines[-SHOWN:], sep="\n", flush=True)
+        append_line(self.out / RECORDS, record)
+        print(f"{task.name}: {record['ended']} after {record['seconds']} s", flush=True)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
 
-def run(
-    part_number: int | None,
-    out: Path,
-    minutes: float | None,
-    dry: bool,
-    archive: Path | None = None,
-) -> None:
-    """Run a part, or all parts, in `minutes`, by default `MINUTES` for each part. Exits with code 1
-    if a task failed or is left."""
-    tasks = [task for task in TASKS if part_number in (None, task.part_number)]
-    numbers = sorted({task.part_number for task in tasks})
-    for number in numbers:
-        print(f"part {number}: {PARTS[number]}", flush=True)
-    if minutes is None:
-        minutes = MINUTES * len(numbers) * (DRY_PATIENCE if dry else 1.0)
-    good = Visit(out, 60 * minutes, dry, archive).run(tasks)
-    print(f"written: {out}")
-    if not good:
-        raise SystemExit(1)
+def pack(folder: Path, archives: Path) -> None:
+    """Put the files of a folder, the oldest first, into `1.zip`, `2.zip` and so on, without weights
+    of runs. A file that is longer than `PIECE` is cut into pieces, `name.1`, `name.2`."""
+    archives.mkdir(parents=True, exist_ok=True)
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and "checkpoints" not in path.parts and archives not in path.parents
+    ]
+    files.sort(key=lambda path: path.stat().st_mtime)
+    written: list[Path] = []
+    packed: zipfile.ZipFile | None = None
+    for path in files:
+        data = path.read_bytes()
+        count = max(1, -(-len(data) // PIECE))
+        for number in range(count):
+            if packed is None or packed.start_dir > FULL_ARCHIVE:
+                if packed is not None:
+                    packed.close()
+                written.append(archives / f".{len(written) + 1}.zip.new")
+                packed = zipfile.ZipFile(written[-1], "w", zipfile.ZIP_DEFLATED)
+            name = f"{path.relative_to(folder)}{f'.{number + 1}' if count > 1 else ''}"
+            packed.writestr(name, data[number * PIECE : (number + 1) * PIECE])
+    if packed is not None:
+        packed.close()
+    for path in written:
+        path.replace(archives / path.name.removeprefix(".").removesuffix(".new"))

@@ -1,22 +1,17 @@
-"""`python -m bench gpu` as far as a CPU can run it: the same functions, on small sizes.
-
-A stand-in replaces Transformer Engine.
-"""
+"""`python -m bench gpu` as far as a CPU can run it: the same functions, on small sizes."""
 
 from __future__ import annotations
 
-import argparse
+import csv
 import itertools
-import json
-import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,14 +19,9 @@ import torch
 
 from bench import runner
 from bench.cells import json_lines
-from bench.gpu import ceilings, first_step, gpu, gpu_report, losses, steps, visit, wheels
-from bench.gpu.gpu_report import TIME_IS_UP
-from fp8stack.analysis.conform import suite
-from fp8stack.analysis.conform.checks import Check, Context, Facts, broken, run_check, same_bits
-from fp8stack.precision import Hardware
+from bench.gpu import gpu, kernels, micro, steps, visit, wheels
 
 ROOT = Path(__file__).parents[2]
-CPU = Context(Hardware("cpu", name="a CPU"), compiler="eager")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # The command
 
 
-def exit_code(call: Callable[[], object]) -> object:
+def exit_code(call: Any) -> object:
     with pytest.raises(SystemExit) as exit:
         call()
     return exit.value.code
@@ -75,88 +65,167 @@ def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks():
     assert all(line.startswith("tests/gpu/") for line in collected)
 
 
-def test_steps_of_a_visit_are_measured_with_the_head_in_bf16_and_in_fp8(tmp_path, monkeypatch):
-    for task in (task for task in visit.TASKS if task.part_number == 4):
-        monkeypatch.setattr(sys, "argv", task.command(tmp_path, tmp_path, dry=True)[2:])
-        assert steps.main() == 0
-    rows = json_lines(tmp_path / "steps.jsonl")
-    measured = [(row["recipe"], row["head"]) for row in rows]
-    first = [(name, False) for name in ("bf16", "delayed", "current")]
-    assert measured == [*first, ("delayed", True), ("current", True)]
-    assert all(row["median_ms"] > 0 for row in rows)
-    assert "lm_head" not in str(rows[3]["plan"])
-    assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
-    assert steps.main() == 0  # all is measured
-    assert json_lines(tmp_path / "steps.jsonl") == rows
-
-
-def test_the_time_of_one_launch_does_not_count():
-    now, first = [0.0], [1.0]
-
-    def call() -> None:
-        now[0] += 1e-4 + (first.pop() if first else 0.0)  # it compiles
-
-    def wait() -> None:
-        now[0] += 5e-5
-
-    assert ceilings.calls_of_a_round(call, wait, lambda: now[0]) == 64
-    assert ceilings.calls_of_a_round(lambda: None, lambda: None, lambda: 0.0) == ceilings.MOST_CALLS
-    calls = []
-    ceilings.repeated(lambda: calls.append(1), 3)
-    assert len(calls) == 3
-
-
-# The first visit
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / visit.RECORDS).read_text().splitlines()]
+# A rehearsal, looked at as if it came from a GPU
 
 
 @pytest.mark.slow
-def test_all_parts_run_through_on_a_cpu(tmp_path, capsys):
-    assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
-    ended = {record["task"]: record["ended"] for record in records(tmp_path)}
-    assert ended == dict.fromkeys([task.name for task in visit.TASKS], "done")
-    assert all(record["dry_run"] for record in records(tmp_path))
-    first = [json.loads(line) for line in (tmp_path / "first-steps.jsonl").read_text().splitlines()]
-    assert {row["recipe"] for row in first} == set(visit.RECIPES)
-    assert all(row["compiled"] and row["problem"] == "" for row in first)
-    # The same command again has nothing left to do.
+def test_a_rehearsal_leaves_all_that_explains_a_step(tmp_path, capsys):
+    out, archives = tmp_path / "out", tmp_path / "archives"
+    words = ["--dry-run", "--part", "1", "--out", str(out), "--archives", str(archives)]
+    assert runner.run("gpu", words) == 0
+    printed = capsys.readouterr().out
+    assert len(printed) < 12_000
+    assert printed.rstrip().splitlines()[-1].startswith("  ")  # the last task's headline
+    operations = [row for row in json_lines(out / "micro.jsonl") if "group" in row]
+    assert {row["group"] for row in operations} == micro.GROUPS.keys()
+    assert not [row for row in operations if "failed" in row]
+    names: set[str] = set()
+    for path in archives.iterdir():
+        assert path.stat().st_size < 15 * 2**20
+        names |= set(zipfile.ZipFile(path).namelist())
+    in_out = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert names == in_out
+    assert {"kernels/gpt2-1.5b-4x64-delayed/kernels.csv", "summary.txt", "visit.jsonl"} <= names
     capsys.readouterr()
-    assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
+    assert runner.run("gpu", words) == 0  # nothing is left to do
     assert "started" not in capsys.readouterr().out
-    assert len(records(tmp_path)) == len(visit.TASKS)
 
 
-def test_the_most_valuable_tasks_come_first_and_time_is_measured_alone():
-    names = [task.name for task in visit.TASKS]
-    assert len(set(names)) == len(names)
-    assert len({task.log(Path()) for task in visit.TASKS}) == len(names)
-    assert [task.part_number for task in visit.TASKS[:9]] == [1] * 9
-    assert names[2:9] == [f"first step in {recipe}" for recipe in visit.RECIPES]
-    assert names[9] == "ceilings"
-    assert {task.part_number for task in visit.TASKS} == visit.PARTS.keys()
-    timed = ("steps of", "ceilings", "losses")
-    assert [task.name for task in visit.TASKS if task.alone] == [
-        name for name in names if name.startswith(timed)
+def run_steps(monkeypatch: Any, out: Path, *options: str) -> list[dict[str, Any]]:
+    monkeypatch.setattr(sys, "argv", ["steps", "--out", str(out), "--dry-run", *options])
+    assert steps.main() == 0
+    return json_lines(out)
+
+
+def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeypatch, capsys):
+    options = ["--layers", "2", "--batch", "16", "--profile"]
+    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl", *options)
+    recipes = ["bf16", "delayed"]
+    assert [row["recipe"] for row in rows] == recipes * 2
+    for row in rows[:2]:
+        assert (row["in_turn"], row["batch"], row["layers"]) == (True, 16, 2)
+        assert 0 < row["host_ms"] <= row["step_ms"] * 1.5
+        assert row["facts"]["versions"]["torch"] == torch.__version__
+    for row, recipe in zip(rows[2:], recipes, strict=True):
+        folder = tmp_path / "kernels" / f"gpt2-1.5b-2-layers-16x64-{recipe}"
+        with (folder / "kernels.csv").open(newline="") as file:
+            operators = list(csv.DictReader(file))
+        assert sum(int(o["count"]) for o in operators) == row["launches"]
+        total_ms = sum(float(o["us"]) for o in operators) / 1000
+        assert total_ms == pytest.approx(row["kernels_ms"], rel=1e-3)
+        assert sum(row["kinds_ms"].values()) == pytest.approx(total_ms, abs=0.1)
+        assert any(o["op"] == "Optimizer.step#AdamW.step" for o in operators)
+        assert (folder / "trace.json.gz").stat().st_size > 1000
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("> bf16: step ")
+    assert " x bf16, host " in lines[2]
+
+
+def test_an_arm_that_does_not_fit_beside_bf16_is_timed_alone(tmp_path, monkeypatch):
+    build = steps.Arm.build
+    alive: list[str] = []
+
+    def within_memory(arm: steps.Arm) -> None:
+        alive.append(arm.recipe)
+        if len(alive) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        build(arm)
+
+    monkeypatch.setattr(steps.Arm, "build", within_memory)
+    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl")
+    assert [(row["recipe"], row["in_turn"]) for row in rows] == [
+        ("bf16", False),
+        ("delayed", False),
     ]
-    for task in visit.TASKS:
-        assert task.seconds <= 60 * visit.MINUTES < 570  # a command may take ten minutes
 
 
-def python(code: str, seconds: float = 60.0, alone: bool = False) -> visit.Task:
-    return visit.Task(1, code, f"timeit -n 1 -r 1 '{code}'", seconds, alone=alone)
+def test_the_hosts_time_ends_before_the_gpus():
+    now = [0.0]
+    queue: list[float] = []
+
+    def step() -> None:
+        now[0] += 0.002  # to launch; the GPU needs more
+        queue.append(0.005)
+
+    def wait(device: str) -> None:
+        now[0] = max(now[0], sum(queue))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(steps, "wait_for", wait)
+        patched.setattr(time, "perf_counter", lambda: now[0])
+        assert steps.turn(step, 10, "cuda") == pytest.approx((2.0, 5.0))
 
 
-@pytest.fixture
-def four_tasks(monkeypatch) -> None:
-    tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 1), python("print(2)"))
-    monkeypatch.setattr(visit, "TASKS", tasks)
+# Kernels of a GPU: a profile's events, as torch 2.11 to 2.13 have them
 
 
-def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(four_tasks, tmp_path, capsys):
-    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+def event(name: str, device: str = "CPU", us: float = 0.0, **more: Any) -> Any:
+    fields: dict[str, Any] = {
+        "device_type": SimpleNamespace(name=device), "is_user_annotation": False, "kernels": [],
+        "cpu_parent": None, "input_shapes": [], "self_cpu_time_total": 1.0,
+        "time_range": SimpleNamespace(start=0.0, end=us),
+    }  # fmt: skip
+    return SimpleNamespace(name=name, **fields | more)
+
+
+def test_every_kernel_has_its_whole_name_its_operator_and_its_time():
+    long = "triton_red_fused_native_layer_norm_backward_" + 60 * "x"
+    launched = lambda name, us: SimpleNamespace(name=name, duration=us)  # noqa: E731
+    node = event("autograd::engine::evaluate_function: CompiledFunctionBackward")
+    multiply = event("aten::mm", cpu_parent=node, input_shapes=[[4096, 1600]],
+                     kernels=[launched("nvjet_tst_128x256", 30.0)])  # fmt: skip
+    reduce = event(long, cpu_parent=node, kernels=[launched(long, 7.0), launched(long, 8.0)])
+    kernels_alone = [
+        event("nvjet_tst_128x256", "CUDA", 30.0), event(long, "CUDA", 7.0),
+        event(long, "CUDA", 8.0), event(long, "CUDA", 8.0), event("Memset (Device)", "CUDA", 2.0),
+        event("step 1", "CUDA", 99.0, is_user_annotation=True),
+    ]  # fmt: skip
+    rows = kernels.launches([node, multiply, reduce, *kernels_alone])
+    assert rows == [
+        ("nvjet_tst_128x256", "aten::mm", node.name, "[[4096, 1600]]", 1, 30.0),
+        (long, long, node.name, "[]", 2, 15.0),
+        (long, "", "", "", 1, 8.0),  # launched by none that the profiler knows
+        ("Memset (Device)", "", "", "", 1, 2.0),
+    ]
+    assert kernels.ms_by_kind(rows) == {"GEMM": 0.03, "inductor": 0.02, "copies": 0.0}
+
+
+def test_a_tile_with_wrong_bytes_is_not_timed():
+    codes = torch.zeros(64, dtype=torch.uint8)
+    micro.checked(lambda: None, (codes, codes.view(8, 8)))
+    with pytest.raises(ValueError, match="1 of 64 bytes are wrong"):
+        micro.checked(lambda: codes[0].fill_(1), (codes, torch.zeros(8, 8).byte()))
+
+
+# The visit
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return json_lines(folder / visit.RECORDS)
+
+
+def test_speed_comes_first_and_a_part_fits_in_a_command():
+    names = [task.name for task in gpu.TASKS]
+    assert len(set(names)) == len(names)
+    assert len({task.log(Path()) for task in gpu.TASKS}) == len(names)
+    assert names[0] == "operations: machine"
+    part_numbers = [task.part_number for task in gpu.TASKS]
+    assert part_numbers == sorted(part_numbers)
+    assert set(part_numbers) == gpu.PARTS.keys()
+    for task in gpu.TASKS:
+        assert task.seconds <= 60 * gpu.MINUTES < 570  # a command may take ten minutes
+
+
+def python(code: str, seconds: float = 60.0) -> visit.Task:
+    return visit.Task(1, code, f"timeit -n 1 -r 1 '{code}'", seconds)
+
+
+FOUR = (python("print(1)"), python("1 / 0"), python("while True: pass", 1), python("print(2)"))
+
+
+def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(tmp_path, capsys):
+    archives = tmp_path / "archives"
+    assert not visit.Visit(tmp_path, 99.0, dry=False, archives=archives).run(FOUR)
     ended = {record["task"]: record["ended"] for record in records(tmp_path)}
     assert ended == {
         "print(1)": "done",
@@ -165,98 +234,78 @@ def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(four_tasks,
         "print(2)": "done",
     }
     printed = capsys.readouterr().out
-    assert "ZeroDivisionError" in printed
-    assert "The time is up; left out: while True: pass. The same command continues" in printed
-    assert "Failed: 1 / 0." in printed
-    for record in records(tmp_path):
-        assert (tmp_path / "logs" / record["log"]).exists()
+    assert "  ZeroDivisionError: division by zero" in printed
+    assert printed.splitlines()[-2:] == [
+        "Failed: 1 / 0.",
+        "The time is up; left out: while True: pass. The same command continues there.",
+    ]
     assert (tmp_path / "logs" / "1-print-1-.txt").read_text().startswith("1\n")
+    packed = zipfile.ZipFile(archives / "1.zip")
+    assert packed.read("logs/1-print-2-.txt").startswith(b"2\n")
+    assert b"print(2): done" in packed.read("summary.txt")
 
 
-def test_a_visit_continues_after_the_tasks_that_are_recorded(four_tasks, tmp_path, capsys):
-    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+def test_a_visit_continues_after_the_tasks_that_are_recorded(tmp_path, capsys):
+    hangs = python('print("here"); import time; time.sleep(99)', 5)
+    assert not visit.Visit(tmp_path, 99.0, dry=False).run([hangs, python("1 / 0")])
+    log = hangs.log(tmp_path).read_text()
+    assert log.startswith("here\n")
+    assert "most recent call first" in log  # where it was
     with (tmp_path / visit.RECORDS).open("a") as file:
         file.write('{"task": "a line that was cut o')
     capsys.readouterr()
-    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
-    printed = capsys.readouterr().out
-    assert "3 of 4 tasks are recorded" in printed
-    assert [line for line in printed.splitlines() if line.endswith("started")] == [
-        "while True: pass: started"
-    ]
+    again = visit.Visit(tmp_path, 99.0, dry=False)
+    assert not again.run([hangs, python("1 / 0"), python("print(1)")])
+    printed = capsys.readouterr().out.splitlines()
+    started = [line.partition(":")[0] for line in printed if line.endswith("started")]
+    assert started == ["print(1)", hangs.name.partition(":")[0]]  # what was never tried comes first
     # A dry run says nothing about the GPU.
     assert visit.Visit(tmp_path, 9.0, dry=True).recorded() == {}
 
 
-def test_what_was_stopped_is_repeated_after_what_was_never_tried(monkeypatch, tmp_path, capsys):
-    hangs, prints = python('print("here"); import time; time.sleep(99)', 5), python("print(1)")
-    monkeypatch.setattr(visit, "TASKS", (hangs,))
-    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
-    log = hangs.log(tmp_path).read_text()
-    assert log.startswith("here\n")
-    assert "most recent call first" in log  # where it was
-    monkeypatch.setattr(visit, "TASKS", (hangs, prints))
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    capsys.readouterr()
-    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
-    printed = capsys.readouterr().out.splitlines()
-    started = [line.partition(":")[0] for line in printed if line.endswith("started")]
-    assert started == ["print(1)", hangs.name.partition(":")[0]]
-
-
-def test_an_archive_holds_all_that_a_visit_wrote_and_it_continues_from_there(
-    four_tasks, tmp_path, capsys
-):
-    archive = tmp_path / "visit.tar.gz"
-    assert exit_code(lambda: visit.run(1, tmp_path / "a", None, False, archive)) == 1
-    capsys.readouterr()
-    assert exit_code(lambda: visit.run(1, tmp_path / "b", None, False, archive)) == 1
-    assert "3 of 4 tasks are recorded" in capsys.readouterr().out
-    assert (tmp_path / "b" / "logs" / "1-print-2-.txt").read_text().startswith("2\n")
-
-
-def test_no_task_starts_without_time_and_the_last_are_left_out(monkeypatch, tmp_path, capsys):
-    tasks = [python("print(1)", alone=True), python("print(2)", alone=True)]
-    monkeypatch.setattr(visit, "TASKS", tasks)
-    monkeypatch.setattr(visit, "LEAST_S", 1e6)
-    assert exit_code(lambda: visit.run(None, tmp_path, 1.0, False)) == 1
+def test_no_task_starts_without_time_and_the_last_are_left_out(tmp_path, capsys):
+    tasks = [python("print(1)"), python("print(2)")]
+    assert not visit.Visit(tmp_path, 1.0, dry=False).run(tasks)
     assert "The time is up; left out: print(1), print(2)." in capsys.readouterr().out
-    assert not (tmp_path / visit.RECORDS).exists()
-
-
-TOUCH = 'open("{out}/first", "w")'
-WAIT = 'import os, time; n = 1\nwhile not os.path.exists("{out}/first"): time.sleep(0.01)'
-
-
-@pytest.mark.parametrize(("cores", "together"), [(16, True), (2, False)])
-def test_tasks_that_do_not_measure_time_run_side_by_side(monkeypatch, tmp_path, cores, together):
-    """The first task ends once the second has started."""
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    waits = visit.Task(1, "waits", f"timeit -n 1 -r 1 '{WAIT}'", 60.0 if together else 2.0)
-    tasks = (waits, visit.Task(1, "touches", f"timeit -n 1 -r 1 '{TOUCH}'", 60.0))
-    monkeypatch.setattr(visit, "TASKS", tasks)
-    if together:
-        visit.run(1, tmp_path, None, False)
-    else:
-        assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
-    waited = {record["task"]: record["ended"] for record in records(tmp_path)}["waits"]
-    assert waited == ("done" if together else "stopped after 2 s")
+    assert not records(tmp_path)
 
 
 def test_a_folder_that_is_named_from_here_is_where_its_tasks_write(monkeypatch, tmp_path):
     task = visit.Task(1, "one", 'timeit -n 1 -r 1 \'open("{out}/written", "w")\'', 60.0)
-    monkeypatch.setattr(visit, "TASKS", (task,))
     monkeypatch.chdir(tmp_path)
-    visit.run(1, Path("here"), None, False)
+    assert visit.Visit(Path("here"), 99.0, dry=False).run([task])
     assert (tmp_path / "here" / "written").exists()
+
+
+def test_archives_are_small_whole_and_without_weights(tmp_path, monkeypatch):
+    assert visit.FULL_ARCHIVE + visit.PIECE < 15 * 2**20
+    monkeypatch.setattr(visit, "PIECE", 1000)
+    monkeypatch.setattr(visit, "FULL_ARCHIVE", 1500)
+    trace, folder = os.urandom(5500), tmp_path / "out"
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "trace.json.gz").write_bytes(trace)
+    (folder / "run" / "metrics.jsonl").write_text("{}")
+    (folder / "run" / "checkpoints" / "model.safetensors").write_bytes(trace)
+    for _ in range(2):  # what is there is written again
+        visit.pack(folder, folder / "packed")
+    archives = sorted((folder / "packed").iterdir())
+    assert [path.name for path in archives] == ["1.zip", "2.zip", "3.zip", "4.zip"]
+    assert max(path.stat().st_size for path in archives) < 1500 + 1000 + 500
+    contents: dict[str, bytes] = {}
+    for path in archives:
+        packed = zipfile.ZipFile(path)
+        contents |= {name: packed.read(name) for name in packed.namelist()}
+    pieces = [contents.pop(f"trace.json.gz.{number}") for number in range(1, 7)]
+    assert b"".join(pieces) == trace
+    assert contents == {"run/metrics.jsonl": b"{}"}
 
 
 KILLED = """
 from pathlib import Path
 from bench.gpu import visit
 codes = ("print(1)", "import os, signal; os.kill(os.getppid(), signal.{name})", "print(2)")
-visit.TASKS = [visit.Task(1, c, f"timeit -n 1 -r 1 '{{c}}'", 60.0, alone=True) for c in codes]
-visit.run(1, Path(), None, False)
+tasks = [visit.Task(1, code, f"timeit -n 1 -r 1 '{{code}}'", 60.0) for code in codes]
+visit.Visit(Path(), 99.0, dry=False).run(tasks)
 """
 
 
@@ -280,204 +329,6 @@ def test_a_machine_without_a_package_is_told_so_in_one_line(tmp_path):
         "python -m bench needs pydantic. For all that is missing: python bench/gpu/wheels.py "
         "missing.\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("losses", "eager", "problem"),
-    [
-        ([4.0, 3.0], 4.01, ""),
-        ([4.0, math.nan], 4.0, "a loss is not finite"),
-        ([4.0, 3.0], math.inf, "a loss is not finite"),
-        ([4.0, 4.0], 4.0, "training did not lower the loss"),
-        ([4.0, 3.0], 4.2, "compiled code has a first loss of 4.0000, eager code 4.2000"),
-    ],
-)
-def test_the_losses_of_first_steps_are_judged(losses, eager, problem):
-    assert first_step.problem_of(losses, eager) == problem
-
-
-def test_first_steps_are_compiled_also_by_torch_where_te_would_run_them():
-    config = first_step.SMALL
-    h100 = Hardware("cuda", (9, 0), has_te=True, cuda_version=(13, 0))
-    backends = {
-        recipe: [plan.backend for plan in first_step.plans_of(recipe, config, h100)]
-        for recipe in ("bf16", "delayed", "rowwise", "mxfp8")
-    }
-    assert backends == {
-        "bf16": ["reference"],
-        "delayed": ["te", "torch"],
-        "rowwise": ["torch"],
-        "mxfp8": ["emulate"],
-    }
-
-
-def test_the_first_steps_of_a_recipe_are_a_row(tmp_path, monkeypatch, capsys):
-    task = visit.first_step("bf16")
-    monkeypatch.setattr(sys, "argv", task.command(tmp_path, tmp_path, dry=True)[2:])
-    assert first_step.main() == 0
-    row = json.loads((tmp_path / "first-steps.jsonl").read_text())
-    assert (row["recipe"], row["backend"], row["compiled"]) == ("bf16", "reference", True)
-    assert row["losses"][0] == row["eager_loss"] == pytest.approx(math.log(128), rel=0.1)
-    monkeypatch.setattr(first_step, "losses_of", lambda *arguments: 1 / 0)
-    assert first_step.main() == 1
-    assert "bf16 by reference: ZeroDivisionError: division by zero" in capsys.readouterr().out
-    _, row = map(json.loads, (tmp_path / "first-steps.jsonl").read_text().splitlines())
-    assert row["problem"] == "ZeroDivisionError: division by zero"
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    return runner.parse(gpu, "gpu", words)
-
-
-def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
-    assert parsed().sections == ["casts", "histories", "golden", "layers", "losses"]
-    assert not parsed().quick
-    assert parsed("--quick", "--sections", "losses,casts").sections == ["casts", "losses"]
-    with pytest.raises(SystemExit):
-        parsed("--sections", "casts,nonsense")
-    assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
-    assert sorted(sum(gpu.CONFORM.values(), ())) == sorted(suite.GROUPS)
-    limit_s = gpu.WHOLE + gpu.GRACE
-    assert sum(gpu.BUDGETS[name] for name in gpu.BUDGETS if name != "losses") < limit_s < 480
-
-
-# Losses
-
-
-def test_losses_are_compared_with_bf16s(monkeypatch):
-    monkeypatch.setattr(losses, "COMPARED_FROM", 1)
-    arms = [losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
-    monkeypatch.setattr(losses, "ARMS", arms)
-    training = losses.Training("gpt-nano", steps=2, batch=2, context=32)
-    results = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
-    assert ["skipped" in row for row in results] == [False, True, False, False]
-    assert not any(map(broken, results))
-    bf16, _, delayed, _ = results
-    assert len(delayed["losses"]) == delayed["steps"] == 2
-    assert (delayed["fp8_layers"], delayed["layers"], delayed["fp8_gemms"]) == (16, 17, 96)
-    gap = 100 * (delayed["mean_of_last"] / bf16["mean_of_last"] - 1)
-    assert delayed["gap_to_bf16_percent"] == pytest.approx(gap, abs=1e-3)
-    monkeypatch.setattr(losses, "MOST_APART_PERCENT", 1e-9)
-    monkeypatch.setattr(losses, "ARMS", [losses.BF16, ("emulate", "delayed")])
-    again = {"bf16": bf16, "delayed": delayed}
-    monkeypatch.setattr(losses, "train", lambda *arguments, **options: dict(again[arguments[3]]))
-    results = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
-    assert [broken(row) for row in results] == [False, True]
-    # Training that runs out of time has no final loss.
-    monkeypatch.undo()
-    training = losses.Training("gpt-nano", steps=9, batch=2, context=32)
-    facts = losses.train(CPU, training, "reference", "bf16", time.monotonic())
-    assert facts["steps"] == 1
-    assert facts["final_loss"] is facts["mean_of_last"] is None
-    assert facts["ms_per_step"] > 0
-    assert facts["note"] == "the time was up after 1 of 9 steps"
-
-
-# The report
-
-
-def report(**sections: list[Facts]) -> gpu_report.Report:
-    gpu_results = gpu_report.new_report(Hardware("cuda", (9, 0), name="NVIDIA H200"), quick=True)
-    for name, cases in sections.items():
-        gpu_results["sections"][name] = {
-            "seconds": 1.5,
-            "budget_s": 9.0,
-            "problem": "",
-            "cases": cases,
-        }
-    return gpu_results
-
-
-def fail() -> Facts:
-    raise ValueError("a kernel is missing\nand more")
-
-
-def test_the_report_is_written_as_json_and_as_tables(tmp_path):
-    db = {"worst": {"y": 1.5}, "unquantized_db": {"y": math.nan, "db": 200.0}}
-    losses = {"steps": 20, "final_loss": None, "ms_per_step": 81.5, "losses": [1.0, math.inf]}
-    differing = same_bits({"x": (torch.zeros(2), torch.ones(2))})
-    gpu_results = report(
-        casts=[{"check": "a | b", "seconds": 0.1, **differing}, run_check(Check("broken", fail))],
-        layers=[{"check": "linear", "seconds": 0.1, "holds": False, **db}],
-        losses=[{"check": "bf16", "seconds": 1, "holds": True, **losses}],
-        golden=[{"check": "late", "seconds": 0, "skipped": TIME_IS_UP}],
-    )
-    gpu_results["sections"]["losses"]["problem"] = "died with exit code -11 in the case 'te'"
-    gpu_report.write(gpu_results, tmp_path)
-    data = json.loads((tmp_path / "gpu.json").read_text())
-    assert (data["gpu"], data["capability"]) == ("NVIDIA H200", "9.0")
-    assert data["versions"]["torch"] == torch.__version__
-    assert data["sections"]["layers"]["cases"][0]["unquantized_db"] == {"y": None, "db": 200.0}
-    assert data["sections"]["losses"]["cases"][0]["losses"] == [1.0, None]
-    assert len(data["problems"]) == 4
-    text = (tmp_path / "gpu.md").read_text()
-    for line in (
-        "- casts: a | b: 2 of 2 differ: x[0]: 0 (0x00000000), not 1 (0x3f800000); x[1]: 0 "
-        "(0x00000000), not 1 (0x3f800000)",
-        "- casts: broken: ValueError: a kernel is missing",
-        "- losses: died with exit code -11 in the case 'te'",
-        "| case | seconds | checked | differing |  |",
-        "| a / b | 0.1 | 2 | 2 | DOES NOT HOLD |",
-        "| case | seconds | worst | unquantized db |  |",
-        "| linear | 0.1 | y 1.5 | y nan, db 200 | DOES NOT HOLD |",
-        "| bf16 | 1 | 20 |  | 81.5 | holds |",
-        f"| late | 0 | skipped: {TIME_IS_UP} |",
-    ):
-        assert line in text.splitlines(), line
-    assert "1 skipped, 1 of these for want of time" in text
-    assert gpu_report.problems(report(casts=[])) == []
-    assert "Everything that has to hold holds." in gpu_report.markdown(report(casts=[]))
-    assert gpu_report.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
-
-
-@pytest.mark.parametrize(
-    ("target", "seconds", "problem"),
-    [
-        (partial(os._exit, 3), 60.0, "died with exit code 3"),
-        (partial(time.sleep, 60), 0.5, "stopped after 0 s"),
-        (partial(abs, 1), 60.0, ""),
-    ],
-)
-def test_a_section_may_die_or_hang(target, seconds, problem):
-    assert gpu.in_a_process(target, seconds) == problem
-
-
-def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"starting": "a"}\n{"check": "a"}\n{"starting": "b"}\n{"check": "b')
-    assert gpu.read_rows(path) == ([{"check": "a"}], "b")
-
-
-@pytest.mark.slow
-def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "GRACE", 300.0)  # a busy machine takes its time to start a process
-    gpu_results = report()
-    gpu.add_section(gpu_results, gpu.Section("casts", CPU, tmp_path, budget=0.001))
-    section = gpu_results["sections"]["casts"]
-    assert section["problem"] == ""
-    groups = gpu.CONFORM["casts"]
-    assert len(section["cases"]) == sum(len(list(suite.GROUPS[group](CPU))) for group in groups)
-    assert section["cases"][-1]["skipped"] == TIME_IS_UP
-
-
-@pytest.mark.parametrize("holds", [True, False])
-def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, capsys):
-    def add(gpu_results: gpu_report.Report, section: gpu.Section) -> None:
-        row = {"check": "c", "seconds": 0.0, "holds": holds or section.name != "layers"}
-        gpu_results["sections"][section.name] = {"seconds": 0.0, "problem": "", "cases": [row]}
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "probe", lambda device: CPU.hardware)
-    monkeypatch.setattr(gpu, "add_section", add)
-    arguments = parsed("--quick", "--out", str(tmp_path))
-    if holds:
-        gpu.run(arguments)
-    else:
-        assert exit_code(lambda: gpu.run(arguments)) == 1
-        assert "1 problems:\n  layers: c: does not hold" in capsys.readouterr().out
-    data = json.loads((tmp_path / "a-cpu" / "gpu.json").read_text())
-    assert list(data["sections"]) == list(gpu.BUDGETS)
-    assert bool(data["problems"]) == (not holds)
 
 
 # Wheels for a machine that lacks packages
@@ -511,7 +362,7 @@ def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_p
     options = dict(itertools.pairwise(command))
     assert options["--python-version"] == "3.12"
     assert (options["-c"], options["-d"]) == (str(ROOT / "constraints.txt"), str(tmp_path))
-    assert command[-2:] == ["pydantic", "rich"]
+    assert command[-3:] == ["pydantic", "rich", "torchao"]
 
 
 def test_what_is_missing_is_told_where_nothing_can_be_imported():
