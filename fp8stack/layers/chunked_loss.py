@@ -129,7 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
             dx, dw = _gradients(
                 ctx.layer, ctx.chunks, ctx.needs, ctx.call, copies, targets, upstream / count
             )
-        backward_ran(ctx.layer, ctx.call)
+        backward_ran(ctx.layer)
         return dx, None if dw is None else dw.to(ctx.weight_dtype), None, None, None, None, None
 
 

@@ -435,17 +435,15 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
         db = dy.sum(0, dtype=weight_dtype)
     if not torch.compiler.is_compiling():
         backend.gemm_count += (dx is not None) + (dw is not None)
-    backward_ran(layer, call)
+    backward_ran(layer)
     return dx, dw, db
 
 
-def backward_ran(layer: GemmLayer, call: Call) -> None:
+def backward_ran(layer: GemmLayer) -> None:
     """Note that the backward pass of a call ended."""
     layer.operands.backward_ran()
     if layer.backend.caches_weights:
         layer.backend.weights.backward_ran()
-    if call.record and layer.delayed is not None:
-        layer.delayed.backward_ran()
 
 
 class _Multiply(torch.autograd.Function):
