@@ -121,7 +121,7 @@ def train(gpt: GPT, case: Case) -> dict[str, Tensor]:
         if parameter.grad is not None:
             tensors[f"gradient of {name}"] = parameter.grad
     if delayed is not None:
-        delayed.apply_pending_update()  # the end of a compiled backward pass does not
+        delayed.apply_pending_update()  # else the next pass does
         tensors |= {"amaxes": delayed.history.history, "scales": delayed.history.scales}
     return tensors
 

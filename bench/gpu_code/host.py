@@ -126,8 +126,6 @@ def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
     """The work of a step outside the blocks that does not depend on the number of tokens."""
     delayed = gpt.backend.delayed
     gpt.backend.weights.only_tracked_changes = True  # as in a run
-    if delayed is not None:
-        delayed._compiled = True  # as the compiler sets when it traces a block
     monitor = Monitor(torch.optim.AdamW(gpt.parameters(), fused=True), GuardConfig(), delayed)
     loss, norm = torch.ones(()), torch.ones(())
 

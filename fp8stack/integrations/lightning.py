@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError, quoted
+from fp8stack.integrations.fp8_state import shared_fp8_state
 from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.model.convert import convert
 from fp8stack.model.convertible import find_layers
@@ -105,7 +106,7 @@ class FP8Precision(_base()):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The FP8 state; Lightning saves it as `checkpoint["FP8Precision"]`."""
-        return fp8_state(self._module)
+        return shared_fp8_state(self._module)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore the FP8 state. Raises what `fp8stack.load_fp8_state` raises."""

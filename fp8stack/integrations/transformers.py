@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fp8stack.integrations.fp8_state import shared_fp8_state
 from fp8stack.layers import fp8_state, load_fp8_state
 
 log = logging.getLogger("fp8stack")
@@ -38,7 +39,7 @@ class FP8StateCallback(TrainerCallback):
     ) -> None:
         """Write the state next to the weights. Of several ranks, which share the state, one
         writes."""
-        fp8, checkpoint = fp8_state(kwargs["model"]), _checkpoint(args, state)
+        fp8, checkpoint = shared_fp8_state(kwargs["model"]), _checkpoint(args, state)
         if not fp8 or not args.should_save:
             return
         if checkpoint.is_dir():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
-from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.delayed import DelayedScaling, device_of
 from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
@@ -24,7 +24,6 @@ from fp8stack.layers.linear import (
     plain_linear,
 )
 from fp8stack.layers.operands import Draws, LayerOperands
-from fp8stack.layers.passes import device_of
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import ComputeDtype
@@ -238,8 +237,6 @@ class Backend:
         checkpointed code, attributes must not change."""
         for backend in (self, *self._delegates.values()):
             backend.weights.note_compiled_call()
-            if backend.delayed is not None:
-                backend.delayed.note_compiled_call()
 
     @property
     def matmul_precision(self) -> str:

@@ -88,12 +88,12 @@ def _column_amaxes(rows: Tensor) -> Tensor:
     return magnitude(rows).amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
 
 
-def cast_per_tensor(operand: ScaledOperand, rows: Tensor) -> WeightTensors:
+def cast_per_tensor(operand: ScaledOperand, rows: Tensor, record: bool) -> WeightTensors:
     """Cast a shard, float32 [rows, in], with the scale of the full weight: from the amax history,
-    or in current scaling from `share_amaxes`. The tensors are float8 [rows, in] and the scale."""
+    in which `record` says whether to record, or in current scaling from `share_amaxes`. The tensors
+    are float8 [rows, in] and the scale."""
     slot = operand.slot
     scale = operand.shared if slot is None else slot.scale()
-    record = slot is not None and slot.is_recording
     data, _, amax = cast_transpose(
         rows, scale, operand.quantizer.format, across=False, record=record
     )

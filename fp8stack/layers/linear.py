@@ -424,8 +424,6 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
     layer.operands.backward_ran()
     if backend.caches_weights:
         backend.weights.backward_ran()
-    if call.record and layer.delayed is not None:
-        layer.delayed.backward_ran()
     return dx, dw, db
 
 

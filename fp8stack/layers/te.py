@@ -40,7 +40,6 @@ from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.kernels.attention import Mask
 from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.layers.operands import Draws, LayerOperands
-from fp8stack.layers.passes import Pass
 from fp8stack.precision.fp8_attention import FP8_ATTENTION, SEQUENCE_MULTIPLE
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -241,7 +240,8 @@ class TEDelayedScaling(DelayedScaling):
             if names not in self._of_weights:
                 of_weights = [slot.operand == "weight" for slot in slots]
                 self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
-            counts = self.first | ~self._of_weights[names]  # see `Slot.cast_arguments`
+            columns = [slot.column for slot in slots]
+            counts = self.unrecorded[columns] | ~self._of_weights[names]
             # A comparison with NaN is false: cuDNN may give one.
             counted = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
             recorded = [self.history.recorded(name) for name in names]
@@ -250,12 +250,12 @@ class TEDelayedScaling(DelayedScaling):
             torch._foreach_zero_([state.recorded for state in states])
 
     @torch.no_grad()
-    def copy_scales_out(self, recomputed: Pass | None = None) -> None:
+    def copy_scales_out(self) -> None:
         """See `DelayedScaling.copy_scales_out`."""
         scales = [scale for state in self._states for scale in state.scales]
         if scales:
             slots = [self.slots[name] for state in self._states for name in state.slots]
-            torch._foreach_copy_(scales, [slot.scale_of(recomputed) for slot in slots])
+            torch._foreach_copy_(scales, [slot.scale() for slot in slots])
 
 
 class TELinear(LowPrecisionLinear):
@@ -525,9 +525,7 @@ class TEBackend(Backend):
     ) -> Tensor:
         """Call `core`. `records` applies to the forward and the backward pass; `gemms` is the
         number of GEMMs of linears in the backward pass."""
-        core.set_recording(
-            _FWD, records and (self.delayed is None or self.delayed.counts_forward_amaxes)
-        )
+        core.set_recording(_FWD, records)
         y = core(*inputs, **options)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
@@ -541,8 +539,6 @@ class TEBackend(Backend):
         self.count_gemms(gemms)
         self.weights.backward_ran()
         core.set_recording(_BWD, records)
-        if records and self.delayed is not None:
-            self.delayed.backward_ran()
         return _with_infinities(dy) if gemms and self.hides_nan else None
 
 

@@ -453,7 +453,8 @@ class TorchBackend(Backend):
         """See `GemmBackend.cast_shard`."""
         operand = layer.quantizers["weight"]
         if operand.kind is ScaleLayout.PER_TENSOR:
-            return cast_per_tensor(operand, rows)
+            record = layer.delayed is not None and layer.delayed.is_recording
+            return cast_per_tensor(operand, rows, record)
         cast = self._compiled(cast_in_blocks, rows, operand)
         gathered, shared = cast(rows, operand.quantizer, operand.kind, operand.shared)
         return WeightTensors(gathered, shared, operand.quantizer)

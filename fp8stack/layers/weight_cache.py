@@ -56,7 +56,7 @@ class WeightCache:
                 amaxes = recorded if changes.certain else torch.zeros_like(recorded)
                 group.cast(delayed.weight_scales, amaxes if record else None)
                 if record and not changes.certain:
-                    record_amax(recorded, amaxes, delayed.first)
+                    record_amax(recorded, amaxes, delayed.unrecorded)
             else:
                 group.cast()
         weights: list[CachedWeight] = []

@@ -259,8 +259,8 @@ def _block_workspace(setting: Setting) -> int:
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:
     """Delayed scaling: for each quantizer a history as long as the longest, four float32 (its
-    scale, target, amax, and the scale of the pass before), a bool, and two places, int64; and two
-    flags. Stochastic rounding: a count for each layer, int64. RoPE: a cosine and a sine for each
+    scale, target, amax, and the scale of the pass before), two bools, and two places, int64; and a
+    flag. Stochastic rounding: a count for each layer, int64. RoPE: a cosine and a sine for each
     token of the model's context and element of a head. Experts: biases that balance their load, and
     for each router the tokens of each expert, int64, and a loss."""
     total, lengths = float_bytes(config.buffer_shapes()), []
@@ -274,7 +274,7 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     slots = plan.recipe.attention_slots.values()
     lengths += config.layers * [quantizer.history_length for quantizer in slots]
     if lengths:
-        total += len(lengths) * (4 * (max(lengths) + 4) + 1 + 2 * 8) + 2
+        total += len(lengths) * (4 * (max(lengths) + 4) + 2 + 2 * 8) + 1
     if config.positions == "rope":
         total += 2 * 4 * config.context * config.head_dim
     return total

@@ -226,7 +226,8 @@ class _FirstOf:
 
     def cast_arguments(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scales, recorded, counts = self._slots.cast_arguments(record)
-        return scales[0], None if recorded is None else recorded[0], counts
+        counted = None if counts is None else counts[0]
+        return scales[0], None if recorded is None else recorded[0], counted
 
 
 class _GroupedGemms:

@@ -58,6 +58,9 @@ class Step:
         losses = [
             self.micro_step(step, part_BT, number) for number, part_BT in enumerate(micro_batches)
         ]
+        # For the monitor, and evaluations and checkpoints after this step.
+        if run.backend.delayed is not None:
+            run.backend.delayed.apply_pending_update()
         if scaler is not None:
             for member in optimizers_in(optimizer):
                 scaler.unscale_(member)  # also tells the other ranks of an overflow
@@ -111,10 +114,6 @@ class Step:
             scaled = loss if scaler is None else scaler.scale(loss)
             events.add("scale_loss", loss=scaled.detach())
             run.accelerator.backward(scaled)
-            # Not left to the next forward pass, so that ranks call the collective in the same order
-            # even if one runs eager code for telemetry.
-            if run.backend.delayed is not None:
-                run.backend.delayed.apply_pending_update()
             events.add("backward")
         return mean_loss
 

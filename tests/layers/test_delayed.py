@@ -28,13 +28,11 @@ from tests.support.backend_models import (
     checkpointed,
     filled,
     gpt,
-    grad,
     gradients,
     linear,
     loss_of,
     normal,
     raw,
-    recorded,
     same,
     scales,
     tokens,
@@ -73,13 +71,19 @@ def test_one_step_gives_the_hand_computed_scales(backend):
     x, dy = torch.full((6, 32), 0.25), torch.full((6, 48), 2.0**-10)
     x[2, 2], dy[5, 5] = -28.0, 0.125
     y = layer(x)
-    assert set(scales(layer).values()) == {1.0}  # not before the pass has ended
     y.backward(dy.to(y.dtype))
-    assert scales(layer) == {
+    expected = {
         "layer.input": 8.0,  # 448 / 2 / 28
         "layer.weight": 32.0,  # 448 / 2 / 7
         "layer.grad_output": 229376.0,  # 57344 / 2 / 0.125
     }
+    assert scales(layer) == expected
+    with torch.no_grad():
+        layer(x)
+    # Not before the next training pass, or if it is asked for.
+    assert {float(raw(layer)[f"{slot}.scale"]) for slot in expected} == {1.0}
+    layer.delayed.apply_pending_update()
+    assert {slot: float(raw(layer)[f"{slot}.scale"]) for slot in expected} == expected
     history = raw(layer)["layer.input.amax_history"]
     assert (history[-1].item(), history[:-1].any().item(), len(history)) == (28.0, False, 1024)
 
@@ -110,7 +114,22 @@ def test_each_micro_batch_updates_its_scales_once_and_the_weights_only_the_first
     for count, length in enumerate((16, 13, 16, 13), start=1):
         loss_of(model, count, length).backward()
         assert {tuple(filled(model, path)) for path in LINEARS} == {(count, 1, count)}
-        assert recorded(model) == 0.0
+
+
+@pytest.mark.parametrize("backend", ["emulate", "te"])
+def test_a_layer_that_the_first_micro_batch_skips_records_its_weight_when_it_runs(backend):
+    model = gpt("delayed", backend)
+    skipped, ran = LINEARS[4], LINEARS[0]
+    block, forward = model.blocks[1], model.blocks[1].forward
+    for step in range(2):
+        for micro_batch in range(3):
+            block.forward = forward if micro_batch else lambda x, rotation: x  # type: ignore[method-assign]
+            loss_of(model, 10 * step + micro_batch).backward()
+        counts = 3 * (step + 1), step + 1, 3 * (step + 1)
+        assert tuple(filled(model, ran)) == counts
+        assert tuple(filled(model, skipped)) == (2 * (step + 1), step + 1, 2 * (step + 1))
+        sgd(model)
+    assert scales(model)[f"{skipped}.weight"] != 1.0
 
 
 def step_through_data(layer):
@@ -150,48 +169,37 @@ def test_micro_batches_cast_a_weight_with_the_scale_of_the_first(backend, change
     before = scales(layer)
     y = layer(x)
     assert weight_cast_with(fresh, y)
-    assert scales(layer) == before
     y.sum().backward()
     assert filled(layer, "layer")[1] == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_forwards_before_a_backward_are_two_forward_updates_and_one_backward(backend):
-    model = gpt("delayed", backend)
-    loss = loss_of(model, 1) + loss_of(model, 2)
-    assert filled(model)[2] == 0
-    loss.backward()
-    assert {tuple(filled(model, path)) for path in LINEARS} == {(2, 1, 1)}
-    assert recorded(model) == 0.0
+def test_of_interleaved_passes_each_forward_is_an_update_and_the_backwards_are_one(backend):
+    model, twin = gpt("delayed", backend), gpt("delayed", backend)
+    for first, second in ((1, 2), (3, 4)):
+        losses = [loss_of(model, first), loss_of(model, second)]
+        for loss in losses:
+            loss.backward()
+        for micro_batch in (first, second):
+            loss_of(twin, micro_batch).backward()
+    assert {tuple(filled(model, path)) for path in LINEARS} == {(4, 1, 2)}
+    assert scales(model, ("weight",)) == scales(twin, ("weight",))
 
 
-@pytest.mark.parametrize("backend", EMULATED)  # TE refuses it
-def test_two_backwards_of_one_forward_are_two_backward_updates(backend):
-    model = gpt("delayed", backend)
-    loss = loss_of(model, 1)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert filled(model) == [1, 1, 2]
-
-
-@pytest.mark.parametrize("look", ["the next forward", "a look at the state"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_forward_without_a_backward_still_updates(backend, look):
+def test_a_forward_without_a_backward_still_updates(backend):
     model, twin = gpt("delayed", backend), gpt("delayed", backend)
     loss_of(model, 1)
     loss_of(twin, 1).backward()
-    assert filled(model) == [0, 0, 0]
-    if look == "the next forward":
-        with torch.no_grad():
-            loss_of(model, 2)
-        assert filled(model) == [1, 1, 0]
-    state, expected = fp8_state(model), fp8_state(twin)
-    for name, value in state.items():
-        if ".grad_output." in name:
-            assert torch.equal(value, torch.full_like(value, float(name.endswith("scale"))))
-        else:
-            assert torch.equal(value, expected[name])
-    assert same(state, fp8_state(model))
+    for _ in range(2):  # a look changes nothing
+        state, expected = fp8_state(model), fp8_state(twin)
+        for name, value in state.items():
+            if ".grad_output." in name:
+                assert torch.equal(value, torch.full_like(value, float(name.endswith("scale"))))
+            else:
+                assert torch.equal(value, expected[name])
+    loss_of(model, 2)
+    assert filled(model) == [2, 1, 0]
 
 
 # Passes that are not to be recorded, or fail
@@ -207,15 +215,18 @@ def test_evaluations_between_do_not_change_the_training(recipe, backend, mode):
     plain, evaluated = gpt(recipe, backend), gpt(recipe, backend)
     for step in range(3):
         assert train(evaluated, [step], accumulate=2) == train(plain, [step], accumulate=2)
-        before = raw(evaluated)
+        before, state = raw(evaluated), fp8_state(evaluated)
         evaluated.train(mode != "eval")
         for length in (16, 13):
             with QUIET[mode]():
                 loss = loss_of(evaluated, 50, length)
             if mode == "eval":
                 loss.backward()
-            assert same(before, raw(evaluated))
-            assert same(before, fp8_state(evaluated))
+            # What TE recorded may be in the history now, which updates alone move.
+            assert all(torch.equal(before[n][1:] if n.endswith("history") else before[n],
+                                   x[1:] if n.endswith("history") else x)
+                       for n, x in raw(evaluated).items())  # fmt: skip
+            assert same(state, fp8_state(evaluated))
         evaluated.train()
     assert same(fp8_state(plain), fp8_state(evaluated))
 
@@ -309,37 +320,25 @@ def test_the_state_moves_with_the_model_before_code_is_compiled_that_cannot_move
     assert moved == [torch.device("cpu")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_forward_that_fails_half_way_does_not_break_the_next_step(backend):
-    model, twin = gpt("delayed", backend), gpt("delayed", backend)
-    for trainee in (model, twin):
-        loss_of(trainee, 0).backward()
-    hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model, 1)
-    hook.remove()
-    assert (te_stand_in.NOW.depth, te_stand_in.NOW.enabled) == (0, False)
-    for trainee in (model, twin):
-        trainee.zero_grad()
-        loss_of(trainee, 1).backward()
-    assert_same(model, twin)
-
-
 @pytest.mark.parametrize("failing", ["train", "eval"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_passes_after_one_that_failed_record_as_before(backend, use_reentrant, failing):
-    """Training loops catch such a failure when memory runs out."""
+    """Training loops catch such a failure when memory runs out. What it recorded counts."""
     model = checkpointed(gpt("delayed", backend), use_reentrant)
     hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
     model.train(failing == "train")
     with pytest.raises(ZeroDivisionError):
         loss_of(model, 0)
+    assert (te_stand_in.NOW.depth, te_stand_in.NOW.enabled) == (0, False)
     hook.remove()
     model.train()
     for step in range(3):
         loss_of(model, step).backward()
-    assert {tuple(filled(model, path)[::2]) for path in LINEARS} == {(3, 3)}
+    in_first = 3 + (failing == "train")
+    for path in LINEARS:
+        forwards = in_first if path < "blocks.1" else 3
+        assert filled(model, path)[::2] == [forwards, 3], path
 
 
 def fails_in_backward(model: GPT) -> list[bool]:
@@ -363,18 +362,13 @@ def test_a_backward_that_fails_half_way_does_not_break_the_next_step():
     with pytest.raises(RuntimeError, match="half-way"):
         loss_of(model, 1).backward()
     failing.clear()
-    loss_of(twin, 1)  # the forward pass counts, the backward pass did not end
+    loss_of(twin, 1)  # the forward pass counts, and the backward pass as far as it came
     for trainee in (model, twin):
         trainee.zero_grad()
         loss_of(trainee, 2).backward()
     assert scales(model, OPERANDS[:2]) == scales(twin, OPERANDS[:2])
     for path in LINEARS:
-        assert filled(model, path) == [3, 1, 2]
-        if path < "blocks.1":
-            assert torch.equal(*(grad(m.get_parameter(f"{path}.weight")) for m in (model, twin)))
-    reached = "blocks.1.mlp.up.grad_output"
-    assert scales(model)[reached] <= scales(twin)[reached]
-    assert recorded(model) == 0.0
+        assert filled(model, path) == [3, 1, 3 if path > "blocks.1" else 2]
 
 
 def test_a_failed_backward_can_be_tried_again():

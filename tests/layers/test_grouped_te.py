@@ -106,6 +106,7 @@ def test_the_state_is_the_emulators_to_the_bit(te, accumulate) -> None:
 def test_each_operand_has_the_place_that_transformer_engine_gives_it(te) -> None:
     model = grouped("delayed", "te")
     passed(model, [16, 0, 16, 16], 0)
+    model.up.delayed.apply_pending_update()
     module = model.up.core.module
     assert isinstance(module, GroupedLinear)
     for group in range(4):

@@ -19,6 +19,7 @@ from fp8stack.analysis.conform.oracles import DelayedSlot
 from fp8stack.common.errors import UserError
 from fp8stack.layers import delayed, fp8_state
 from fp8stack.layers.backend import Backend
+from fp8stack.layers.shared_amaxes import SharedAmaxes
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
@@ -301,17 +302,12 @@ def test_casts_are_made_with_those_scales(te, monkeypatch, kind):
 def test_ranks_share_the_largest_amaxes(te, monkeypatch, kind):
     """They share the collective of linears. The other rank here has twice the amaxes."""
     alone, shared = gpt("current", kind), gpt("current", kind)
-    loss_of(alone, 1, length=128).backward()
-    monkeypatch.setattr(delayed, "several_ranks", lambda: True)
-    doubled: list[Tensor] = []
-
-    def largest(recorded, group):
-        doubled[:] = doubled or [2 * recorded]
-        return torch.maximum(recorded, doubled[0])
-
-    monkeypatch.setattr(delayed, "_reduce_amaxes", largest)
-    monkeypatch.setattr(delayed.DelayedScaling, "_begin_shared_pass", lambda self: None)
-    loss_of(shared, 1, length=128).backward()
+    for model in (alone, shared):
+        loss_of(model, 1, length=128).backward()
+    alone.backend.delayed.apply_pending_update()
+    monkeypatch.setattr(SharedAmaxes, "active", True)
+    monkeypatch.setattr(delayed, "reduce_amaxes", lambda recorded, key: 2 * recorded)
+    shared.backend.delayed.apply_pending_update()
     scales = [
         {name: float(x) for name, x in fp8_state(model).items() if name.endswith(".scale")}
         for model in (alone, shared)

@@ -323,7 +323,7 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
     delayed: Any = model.delayed_scaling
     assert delayed.history.history.shape == (20, 3 * 8)  # input, weight, weight.dgrad
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
-    tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.first]
+    tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.unrecorded]
     tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
     draws: Any = model.stochastic_rounding
     tensors += draws.state_dict().values()
@@ -336,7 +336,7 @@ def test_experts_have_a_history_each_and_biases_and_a_load():
     delayed: Any = model.delayed_scaling
     assert delayed.history.history.shape[1] == 3 * (8 + 2 * 4)  # 8 linears, and 2 for experts
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
-    tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.first]
+    tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.unrecorded]
     tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
     tensors += [
         *model.buffers(),
@@ -620,8 +620,8 @@ def test_attention_in_fp8_keeps_bytes_and_has_amax_histories(kind, output, slots
     # A byte in place of bf16, per token and block of 4 + 2 + 2 heads of 32, and of the output.
     more = config.layers * 128 * 32 * (8 * (1 - 2) + 4 * (output - 2))
     assert low.activations - plain.activations == more
-    # A row, four float32, a bool and two places for each; and two flags.
-    assert low.buffers - plain.buffers == config.layers * slots * (4 * (1 + 4) + 1 + 2 * 8) + 2
+    # A row, four float32, two bools and two places for each; and a flag.
+    assert low.buffers - plain.buffers == config.layers * slots * (4 * (1 + 4) + 2 + 2 * 8) + 1
     same = [replace(memory, activations=0, first_block=0, buffers=0) for memory in (plain, low)]
     assert same[0] == same[1]
 

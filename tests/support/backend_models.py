@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.common import presets
 from fp8stack.layers import Backend, build_backend
+from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, load_recipe, resolve
@@ -177,28 +178,33 @@ def same(first: Mapping[Any, Tensor], second: Mapping[Any, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
+def delayed_of(model: nn.Module) -> DelayedScaling | None:
+    states = (getattr(module, "delayed", None) for module in model.modules())
+    return next((state for state in states if state is not None), None)
+
+
 def raw(model: nn.Module) -> dict[str, Tensor]:
     """The FP8 state as stored, without the update that `fp8_state` makes; empty if none."""
-    states = (getattr(module, "delayed", None) for module in model.modules())
-    delayed = next((state for state in states if state is not None), None)
+    delayed = delayed_of(model)
     return {} if delayed is None else delayed.history.state_dict()
+
+
+def updated(model: nn.Module) -> dict[str, Tensor]:
+    """The FP8 state with which the next training pass begins; empty if none."""
+    delayed = delayed_of(model)
+    return {} if delayed is None else delayed.state_dict()
 
 
 def scales(model: nn.Module, operands: tuple[str, ...] = OPERANDS) -> dict[str, float]:
     return {
         name.removesuffix(".scale"): value.item()
-        for name, value in raw(model).items()
+        for name, value in updated(model).items()
         if name.endswith(".scale") and name.split(".")[-2] in operands
     }
 
 
 def filled(model: nn.Module, path: str = LINEARS[2]) -> list[int]:
     """The counts of amaxes in a layer's windows: of its input, weight and grad_output."""
-    state = raw(model)
+    state = updated(model)
     windows = [state[f"{path}.{operand}.amax_history"][1:] for operand in OPERANDS]
     return [int((window != 0).sum()) for window in windows]
-
-
-def recorded(model: nn.Module) -> float:
-    """The largest amax that is recorded and waits for an update."""
-    return max(v[0].item() for k, v in raw(model).items() if k.endswith("amax_history"))

@@ -119,7 +119,7 @@ def outside_of_blocks(run: Any, mode: Launches) -> Iterator[None]:
         depth[0] += levels
         mode.counting = depth[0] == 0
 
-    backward, delayed = run.accelerator.backward, run.backend.delayed
+    backward = run.accelerator.backward
 
     def hidden(loss: Tensor) -> None:
         enter(1)
@@ -131,15 +131,5 @@ def outside_of_blocks(run: Any, mode: Launches) -> Iterator[None]:
             stack.enter_context(module.register_forward_pre_hook(lambda *_: enter(1)))
             stack.enter_context(module.register_forward_hook(lambda *_: enter(-1)))
         stack.enter_context(patch.object(run.accelerator, "backward", hidden))
-        if delayed is not None:
-            after = delayed._after_backward
-
-            def counted() -> None:
-                enter(-1)
-                with mode:  # the thread of a backward pass
-                    after()
-                enter(1)
-
-            stack.enter_context(patch.object(delayed, "_after_backward", counted))
         stack.enter_context(mode)
         yield

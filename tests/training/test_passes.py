@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers import weight_changes as backend_weights
-from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.replay import Replayed
 from fp8stack.model.config import load_config
@@ -63,8 +62,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(
         step, "clip_gradients", lambda *args, **options: clip_gradients(*args, **options | AS_TAKEN)
     )
-    # Compiled code leaves the update to the end of the step.
-    monkeypatch.setattr(DelayedScaling, "_after_backward", lambda self: None)
     return mode
 
 
@@ -72,7 +69,7 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     as_on_a_gpu, tmp_path, monkeypatch
 ) -> None:
     """Of torch's norm and AdamW it has as few as this small model, 4; at 1.5B parameters they
-    launch 21 more. One launch keeps the scales of the pass, for blocks that run again."""
+    launch 21 more."""
     sets = [setting for setting in small_loop.SETS if "layers" not in setting]
     monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
     # Else every optimizer's step tells the models of other tests, too; and below, until Python
@@ -82,7 +79,6 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
         tmp_path / "r", "delayed", backend="torch", log_every=100, steps=100
     )
     gc.collect()
-    small.run.backend.delayed._compiled = True
     small.advance(2)
     as_on_a_gpu.counts.clear()
     with outside_of_blocks(small.run, as_on_a_gpu):

@@ -283,7 +283,7 @@ class Telemetry:
 
     @contextmanager
     def _amaxes_of_attention(self, model: nn.Module) -> Iterator[None]:
-        """A context that notes the amaxes that FP8 attention records, the largest of all ranks."""
+        """A context that notes the amaxes that FP8 attention records in the last pass within it."""
         delayed: DelayedScaling | None = getattr(model, "delayed_scaling", None)
         quantizers = self.plan.recipe.attention_slots
         if delayed is None or not quantizers:
@@ -295,24 +295,15 @@ class Telemetry:
             for operand, quantizer in quantizers.items()
             if f"{path}.{operand}" in delayed.slots
         ]
-        noted: list[_Measured] = []
-
-        def note() -> None:
-            noted.clear()  # the records of an earlier pass
-            for path, operand, quantizer, name in slots:
-                amax, scale = delayed.history.recorded(name), delayed.scale(name)
-                recorded = {"amax": amax, "largest": amax * scale}
-                unknown = torch.full_like(amax, math.nan)
-                figures = torch.stack([recorded.get(figure, unknown) for figure in FIGURES])
-                labels = (path, operand, self.plan.recipe.name, False, quantizer.format, False)
-                noted.append(_Measured(*labels, _with_scale(figures.double(), scale)))
-
-        delayed.before_update = note
-        try:
-            yield
-        finally:
-            delayed.before_update = None
-        self._seen += noted
+        yield
+        delayed.copy_amaxes_in()
+        for path, operand, quantizer, name in slots:
+            amax, scale = delayed.history.recorded(name), delayed.scale(name)
+            recorded = {"amax": amax, "largest": amax * scale}
+            unknown = torch.full_like(amax, math.nan)
+            figures = torch.stack([recorded.get(figure, unknown) for figure in FIGURES])
+            labels = (path, operand, self.plan.recipe.name, False, quantizer.format, False)
+            self._seen.append(_Measured(*labels, _with_scale(figures.double(), scale)))
 
     def _compare_scales(self, layer: nn.Module) -> None:
         """Count the scales that changed since the previous sample."""
