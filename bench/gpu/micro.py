@@ -124,8 +124,8 @@ def gemms(shapes: Shapes) -> Iterator[Case]:
 
 
 def products(shapes: Shapes) -> Iterator[tuple[str, Callable[[], Product], str, bool, float]]:
-    """What is cast in a block: name, the product, its format, whether its sums are needed, and the
-    bytes of a cast with its transpose."""
+    """The products that are cast in a block: name, the product, its format, whether its sums are
+    needed, and the bytes of a cast with its transpose."""
     config, rows, random = shapes.config, shapes.rows, shapes.random
     width, hidden, name = config.width, config.hidden, config.activation
     up = hidden * (2 if config.gated else 1)

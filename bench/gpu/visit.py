@@ -138,7 +138,7 @@ class Visit:
         return (row for row in json_lines(self.out / RECORDS) if row["dry_run"] == self.dry)
 
     def summary(self, tasks: Sequence[Task]) -> str:
-        """How each task ended, and its most important lines."""
+        """The endings of tasks, each with its most important lines."""
         records = {record["task"]: record for record in self._records()}
         lines = []
         for task in tasks:
