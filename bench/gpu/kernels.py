@@ -100,15 +100,10 @@ def _parents(event: Any) -> Iterable[Any]:
         yield event
 
 
-def kind_of(kernel: str) -> str:
-    """The kind of a kernel by its name, "other" if no pattern matches."""
-    matching = (kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE))
-    return next(matching, "other")
-
-
 def ms_by_kind(rows: Iterable[Launches]) -> dict[str, float]:
-    """Milliseconds of each kind of kernels, the longest first."""
-    totals: Counter[str] = Counter()
+    """Milliseconds of each kind of kernels, the longest first; "other" are not in `KINDS`."""
+    totals: defaultdict[str, float] = defaultdict(float)
     for row in rows:
-        totals[kind_of(row.kernel)] += row.us / 1000  # type: ignore[assignment]
-    return {kind: round(ms, 2) for kind, ms in totals.most_common()}
+        kinds = (kind for kind, words in KINDS.items() if re.search(words, row.kernel, re.I))
+        totals[next(kinds, "other")] += row.us / 1000
+    return {kind: round(totals[kind], 2) for kind in sorted(totals, key=lambda kind: -totals[kind])}

@@ -124,8 +124,8 @@ def gemms(shapes: Shapes) -> Iterator[Case]:
 
 
 def products(shapes: Shapes) -> Iterator[tuple[str, Callable[[], Product], str, bool, float]]:
-    """What is cast in a block: name, the product, its format, whether its sums are needed, and the
-    bytes of a cast with its transpose."""
+    """The products that are cast in a block: name, the product, its format, whether its sums are
+    needed, and the bytes of a cast with its transpose."""
     config, rows, random = shapes.config, shapes.rows, shapes.random
     width, hidden, name = config.width, config.hidden, config.activation
     up = hidden * (2 if config.gated else 1)
@@ -397,7 +397,7 @@ def times_us(calls: list[Call], device: str) -> tuple[list[float], bool]:
         torch.cuda.synchronize()
     samples = []
     for _ in range(REPLAYS + 1):
-        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay() if replayed else clocked_us(calls)
         end.record()
@@ -437,16 +437,14 @@ def launches(device: str) -> Iterator[Row]:
     """Launches of a kernel that does next to nothing, by torch and in a graph; Python's calls."""
     x = torch.ones((), device=device)
     calls: list[Call] = [partial(x.add_, 1.0)] * LAUNCHES
-    python: list[Call] = [lambda: None] * LAUNCHES
-    for name, count, timed in (("a launch, host", 7, calls), ("a call in Python", 20, python)):
+    for name, timed in (("a launch, host", calls), ("a call in Python", [lambda: None] * LAUNCHES)):
         samples = []
-        for _ in range(count):
+        for _ in range(REPLAYS):
             wait_for(device)
             samples.append(clocked_us(timed))
         yield {"name": name, "us": round(statistics.median(samples), 4)}
     if device != "cpu":
-        us = statistics.median(times_us(calls, device)[0])
-        yield {"name": "a launch in a graph", "us": round(us, 4)}
+        yield {"name": "a launch in a graph", "us": statistics.median(times_us(calls, device)[0])}
 
 
 def surroundings() -> Row:

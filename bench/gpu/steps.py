@@ -85,32 +85,24 @@ class Arm:
         wait_for(hardware.device)
         self.first_s = time.perf_counter() - begin
 
-    def peak_gib(self) -> float | None:
-        """The most memory during a step, all that is allocated included."""
-        if self.hardware.device != "cuda":
-            return None
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
-        wait_for("cuda")
-        peak: int = torch.cuda.max_memory_allocated()
-        return round(peak / 2**30, 3)
-
     def row(self) -> Row:
-        """The figures of the turns."""
-        steps = summarize([turn.step_ms for turn in self.turns])
-        rate = 1000 * self.work.tokens / steps.median_ms
-        tflops = rate * self.work.config.flops_per_token(self.work.context) / 1e12
+        """The figures of the turns, and the most memory in a step, with all that is allocated."""
+        times = summarize([turn.step_ms for turn in self.turns])
+        rate = 1000 * self.work.tokens / times.median_ms
+        peak = None
+        if self.hardware.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            peak = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         return {
             "recipe": self.recipe,
             "compiled": self.compiled,
             "plan": self.plan.summary(),
-            "step_ms": round(steps.median_ms, 3),
-            "low_ms": round(steps.low_ms, 3),
-            "high_ms": round(steps.high_ms, 3),
-            "host_ms": round(statistics.median(turn.host_ms for turn in self.turns), 3),
-            "turns": len(self.turns),
+            **times.to_json(),
+            "host_ms": round(statistics.median(turn.host_ms for turn in self.turns), 4),
+            "peak_memory_gib": peak,
             "tokens_per_s": round(rate, 1),
-            "tflops": round(tflops, 3),
+            "tflops": round(rate * self.work.config.flops_per_token(self.work.context) / 1e12, 3),
             "first_s": round(self.first_s, 1),
         }
 
@@ -126,7 +118,7 @@ def measured(arms: list[Arm], arguments: argparse.Namespace) -> Iterator[Row]:
         for arm in arms:
             arm.turns.append(turn(arm.step, steps, device))
     for arm in arms:
-        yield arm.row() | {"in_turn": len(arms) > 1, "peak_gib": arm.peak_gib()}
+        yield arm.row() | {"in_turn": len(arms) > 1}
     for arm in arms if arguments.profile else ():
         size = f"{arm.work.batch}x{arm.work.context}{'-head' if arguments.head else ''}"
         name = f"{arm.work.model}-{size}-{arm.recipe}"
@@ -144,10 +136,11 @@ def headline(row: Row, base: Row) -> str:
     if "kinds_ms" in row:
         kinds = ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kinds_ms"].items())
         return f"{row['recipe']}: {row['launches']} kernels {row['kernels_ms']:.2f} ms: {kinds}"
-    speed = "" if row is base else f", {base['step_ms'] / row['step_ms']:.3f} x {base['recipe']}"
-    memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.1f} GiB"
-    text = f"step {row['step_ms']:.2f} ms{speed}, host {row['host_ms']:.2f}{memory}"
-    return f"{row['recipe']}: {text}, {row['tokens_per_s']:,.0f} tokens/s"
+    ms, gib = row["median_ms"], row["peak_memory_gib"]
+    speed = "" if row is base else f", {base['median_ms'] / ms:.3f} x {base['recipe']}"
+    text = f"{row['recipe']}: step {ms:.2f} ms{speed}, host {row['host_ms']:.2f}"
+    memory = "" if gib is None else f", {gib:.1f} GiB"
+    return f"{text}, {row['tokens_per_s']:,.0f} tokens/s{memory}"
 
 
 def main() -> int:
@@ -192,7 +185,7 @@ def main() -> int:
                 for row in measured([arm(name) for name in names], arguments):
                     append_line(arguments.out, row | settings)
                     timed.add(row["recipe"])
-                    base = row if row["recipe"] == first and "step_ms" in row else base or row
+                    base = row if row["recipe"] == first and "median_ms" in row else base or row
                     print(f"{HEADLINE}{headline(row, base)}", flush=True)
             except Exception as error:  # of any kind: what follows is measured all the same
                 failed = failed or len(names) == 1 or bool(timed)

@@ -18,8 +18,8 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from bench.cells import append_line, json_lines
@@ -57,16 +57,10 @@ class Task:
 
     def headlines(self, out: Path, failed: bool) -> list[str]:
         """The lines of its output for the summary: the marked ones, or the last of a failure."""
-        log = self.log(out)
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        lines = self.log(out).read_text(errors="replace").splitlines()
         marked = [line.removeprefix(HEADLINE) for line in lines if line.startswith(HEADLINE)]
         last = lines[-8:] if failed else [] if marked else lines[-2:]
         return [line[:WIDEST] for line in marked[:SHOWN] + last]
-
-
-def _without_cores() -> None:
-    """Disable core dumps in the child process."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def ended(command: list[str], log: Path, limit_s: float) -> str:
@@ -75,10 +69,11 @@ def ended(command: list[str], log: Path, limit_s: float) -> str:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    without_core = partial(resource.setrlimit, resource.RLIMIT_CORE, (0, 0))
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True, preexec_fn=_without_cores,
+            start_new_session=True, preexec_fn=without_core,
         )  # fmt: skip
     try:
         code = process.wait(limit_s)
@@ -87,7 +82,7 @@ def ended(command: list[str], log: Path, limit_s: float) -> str:
         with suppress(subprocess.TimeoutExpired):
             process.wait(DUMP_S)
         return f"stopped after {limit_s:.0f} s"
-    finally:  # also where the visit is stopped: end what the process started
+    finally:  # end what the process started
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -117,13 +112,15 @@ class Visit:
         endings, attempted = self.recorded(), {record["task"] for record in self._records()}
         remaining = [task for task in tasks if task.name not in endings]
         remaining.sort(key=lambda task: task.name in attempted)
-        before = signal.signal(signal.SIGTERM, self._stop)
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             for task in remaining:
                 if self._end - time.monotonic() < LEAST_S:
                     break
-                self._run_task(task)
-                self._pack(tasks)
+                try:
+                    self._run_task(task)
+                finally:  # also where the visit is stopped
+                    self._pack(tasks)
         finally:
             signal.signal(signal.SIGTERM, before)
         print(f"\n{self.summary(remaining)}", flush=True)
@@ -141,7 +138,7 @@ class Visit:
         return (row for row in json_lines(self.out / RECORDS) if row["dry_run"] == self.dry)
 
     def summary(self, tasks: Sequence[Task]) -> str:
-        """How each task ended, and its most important lines."""
+        """The endings of tasks, each with its most important lines."""
         records = {record["task"]: record for record in self._records()}
         lines = []
         for task in tasks:
@@ -162,11 +159,10 @@ class Visit:
     def _pack(self, tasks: Sequence[Task]) -> None:
         """Write the summary, and put `out` into the archives."""
         (self.out / SUMMARY).write_text(self.summary(tasks) + "\n")
-        if self.archives is None:
-            return
         try:
-            pack(self.out, self.archives)
-        except OSError as error:  # a task writes; after the next one all is packed again
+            if self.archives is not None:
+                pack(self.out, self.archives)
+        except OSError as error:  # the tasks go on
             print(f"not packed: {error}", flush=True)
 
     def _run_task(self, task: Task) -> None:
@@ -184,9 +180,6 @@ class Visit:
         append_line(self.out / RECORDS, record)
         print(f"{task.name}: {record['ended']} after {record['seconds']} s", flush=True)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
 
 def pack(folder: Path, archives: Path) -> None:
     """Put the files of a folder, the oldest first, into `1.zip`, `2.zip` and so on, without weights
@@ -199,19 +192,15 @@ def pack(folder: Path, archives: Path) -> None:
     ]
     files.sort(key=lambda path: path.stat().st_mtime)
     written: list[Path] = []
-    packed: zipfile.ZipFile | None = None
     for path in files:
         data = path.read_bytes()
         count = max(1, -(-len(data) // PIECE))
         for number in range(count):
-            if packed is None or packed.start_dir > FULL_ARCHIVE:
-                if packed is not None:
-                    packed.close()
+            if not written or written[-1].stat().st_size > FULL_ARCHIVE:
                 written.append(archives / f".{len(written) + 1}.zip.new")
-                packed = zipfile.ZipFile(written[-1], "w", zipfile.ZIP_DEFLATED)
+                written[-1].unlink(missing_ok=True)
             name = f"{path.relative_to(folder)}{f'.{number + 1}' if count > 1 else ''}"
-            packed.writestr(name, data[number * PIECE : (number + 1) * PIECE])
-    if packed is not None:
-        packed.close()
+            with zipfile.ZipFile(written[-1], "a", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr(name, data[number * PIECE : (number + 1) * PIECE])
     for path in written:
         path.replace(archives / path.name.removeprefix(".").removesuffix(".new"))

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 # Packages that images with torch usually lack; they have the other dependencies.
 USUALLY_MISSING = ("pydantic", "rich", "torchao")
 # Packages that the tests on a GPU need besides the package's dependencies.
-TESTS = ("pytest", "hypothesis", "ml_dtypes")
+TESTS = ("pytest", "pytest-xdist", "hypothesis", "ml_dtypes")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 
 
