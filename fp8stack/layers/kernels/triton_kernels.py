@@ -21,9 +21,7 @@ _TO_E4M3, _TO_E5M2 = tl.constexpr(_PTX.format("e4m3")), tl.constexpr(_PTX.format
 
 
 @triton.jit
-def transpose_bytes(
-    data, transposed, rows, columns, row_stride, column_stride, SIZE: tl.constexpr
-):
+def transpose_bytes(data, transposed, rows, columns, row_stride, column_stride, SIZE: tl.constexpr):
     """One tile of a matrix of bytes."""
     tile, wide = tl.program_id(0), tl.cdiv(columns, SIZE)
     row = (tile // wide) * SIZE + tl.arange(0, SIZE)[:, None]
