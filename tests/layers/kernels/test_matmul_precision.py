@@ -77,13 +77,11 @@ def test_a_converted_model_changes_the_precision_only_to_tf32(recipe, expected):
 def test_a_swapped_layer_has_the_precision_of_its_model():
     model, donor = gpt("fp32"), gpt("tf32")
     path = "blocks.0.mlp.up"
-    own, others = (
-        recorded(model.get_submodule("blocks.1.mlp.up")),
-        recorded(donor.get_submodule(path)),
-    )
+    around = recorded(model.get_submodule("blocks.1.mlp.up"))
+    inside = recorded(donor.get_submodule(path))
     with torch.no_grad(), swapped(model, donor, [path]):
         model(TOKENS)
-    assert (own, others) == (["highest"], ["high"])
+    assert (around, inside) == (["highest"], ["high"])
 
 
 def test_a_trace_leaves_the_precision_alone():

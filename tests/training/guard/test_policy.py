@@ -135,8 +135,8 @@ KEYS: dict[str, list[dict[str, Any]]] = {
     ],
     "nvfp4": [
         {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, hadamard(0),
-        {"grad_output": {"rounding": "nearest"}}, {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
-        {"backward": "high_precision"},
+        {"grad_output": {"rounding": "nearest"}}, {"backward": "high_precision"},
+        {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
     ],
     "nvfp4_forward_high": [{"exclude": ["*.mlp.down"]}],
     "bf16": [{"attention": "fp32"}, {"compute_dtype": "fp32"}],
