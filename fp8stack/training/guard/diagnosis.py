@@ -165,6 +165,7 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
         run.state.step = now
         run.optimizer.zero_grad(set_to_none=True)
         if delayed is not None and snapshot is not None:
+            delayed.copy_amaxes_in()  # which empties a library's buffers
             delayed.restore(snapshot, torch.ones((), dtype=torch.bool, device=device))
         run.backend.draws.load_state_dict(drawn)
         run.backend.weights.mark_changed()  # so that the next step quantizes the weights again
