@@ -24,9 +24,10 @@ HEADLINE = "> "  # begins a line of a task's output that the visit's summary rep
 def facts(hardware: Hardware) -> dict[str, Any]:
     """The facts of this process and machine. Versions are None if missing or unknown."""
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    module = getattr(sys.modules["__main__"].__spec__, "name", "bench")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m bench {shlex.join(sys.argv[1:])}",
+        "command": f"python -m {module.removesuffix('.__main__')} {shlex.join(sys.argv[1:])}",
         "commit": output("git", "rev-parse", "HEAD"),
         "changed_since_commit": bool(output("git", "status", "--porcelain")),
         "gpu": hardware.name,
