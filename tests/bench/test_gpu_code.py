@@ -180,7 +180,7 @@ def test_no_copy_in_delayed_scaling_changes_only_strides_or_the_name_of_a_dtype(
     ("recipe", "capability"), [("current", "9.0"), ("block", "9.0"), ("mxfp8", "10.0")]
 )
 def test_the_one_copy_of_other_recipes_joins_the_gradients_of_q_k_and_v(recipe, capability, width):
-    """Attention gives three tensors, and a GEMM or the kernel of a cast reads one. The backward pass
+    """Attention gives three tensors, and a GEMM or a kernel reads one. The backward pass
     of RoPE joins them as it computes."""
     model = MODELS[width]
     names = copying(model, recipe, capability)
