@@ -170,7 +170,7 @@ def copying(model: str, recipe: str, capability: str) -> list[str]:
     "width", [1600, *(pytest.param(width, marks=pytest.mark.slow) for width in (768, 2048, 4096))]
 )
 def test_no_copy_in_delayed_scaling_changes_only_strides_or_the_name_of_a_dtype(width):
-    """Of these widths, inductor would pad 1600."""
+    """Inductor would pad rows of 1600 bytes, not those of the other widths."""
     assert copying(MODELS[width], "delayed", "9.0") == []
 
 
@@ -180,7 +180,7 @@ def test_no_copy_in_delayed_scaling_changes_only_strides_or_the_name_of_a_dtype(
     ("recipe", "capability"), [("current", "9.0"), ("block", "9.0"), ("mxfp8", "10.0")]
 )
 def test_the_one_copy_of_other_recipes_joins_the_gradients_of_q_k_and_v(recipe, capability, width):
-    """Attention gives three tensors, and a GEMM or the kernel of a cast reads one. The backward pass
+    """Attention gives three tensors, and a GEMM or a kernel reads one. The backward pass
     of RoPE joins them as it computes."""
     model = MODELS[width]
     names = copying(model, recipe, capability)
