@@ -181,7 +181,7 @@ def _planned(model: str, recipe: str, capability: str) -> Iterator[tuple[str, An
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of nested JSON by path; recipes are converted to this checkout's form."""
-    from fp8stack.precision.recipe_file import recipe_from_json
+    from fp8stack.precision import recipe_from_json
 
     if not isinstance(value, dict | list):
         yield name, value

@@ -211,11 +211,10 @@ class Recipe(BaseModel):
         for pattern in self.exclude:
             if fnmatch.fnmatchcase(layer, pattern):
                 return f"excluded by the pattern '{pattern}'"
-        if block is not None:
-            if block.index < self.exclude_first_blocks:
-                return f"in the first {_blocks(self.exclude_first_blocks)}"
-            if block.index >= block.count - self.exclude_last_blocks:
-                return f"in the last {_blocks(self.exclude_last_blocks)}"
+        if block is not None and block.index < self.exclude_first_blocks:
+            return f"in the first {_blocks(self.exclude_first_blocks)}"
+        if block is not None and block.index >= block.count - self.exclude_last_blocks:
+            return f"in the last {_blocks(self.exclude_last_blocks)}"
         return ""
 
     def check_layers(
@@ -247,10 +246,8 @@ class Recipe(BaseModel):
                     "'blocks.0.mlp.up'. Use exclude instead."
                 )
             if count > most:
-                raise UserError(
-                    f"recipe '{self.name}': {setting}, and the model has {_blocks(most)}. Give "
-                    f"{most} at most."
-                )
+                has = f"{setting}, and the model has {_blocks(most)}"
+                raise UserError(f"recipe '{self.name}': {has}. Give {most} at most.")
         unmatched = [
             f"the pattern '{pattern}' in exclude"
             for pattern in self.exclude

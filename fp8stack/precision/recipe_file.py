@@ -62,7 +62,7 @@ class QuantizerFields(_Shared):
     @property
     def set(self) -> dict[str, Any]:
         """The fields of `Quantizer` that are set here."""
-        names = QuantizerFields.model_fields.keys() & self.model_fields_set
+        names = (name for name in QuantizerFields.model_fields if name in self.model_fields_set)
         return {name: getattr(self, name) for name in names}
 
 
