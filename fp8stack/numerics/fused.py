@@ -168,8 +168,8 @@ def _tile(rule: RoundingRule, rows: int, columns: int, threads: int) -> tuple[in
     if (1, 0) not in rule.blocks:
         shared = rows * columns // (_SHARES * threads) if tall > 1 else 0
         elements = max(_TILE, min(_TALL_TILE, shared))
-        across = -(-columns // (max(1, elements // tall // wide) * wide))
-        most = -(-columns // across // wide) * wide  # equal widths
+        beside = -(-columns // (max(1, elements // tall // wide) * wide))
+        most = -(-columns // beside // wide) * wide  # equal widths
     return max(1, min(_TILE // most, rows) // tall) * tall, most
 
 
