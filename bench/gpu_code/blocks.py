@@ -7,7 +7,8 @@ Import this module after `pretend`: inductor looks for the GPU when it is import
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,11 +21,13 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
+from torch._inductor.loop_body import LoopBody, MemoryUsageType
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
     ExternKernelSchedulerNode,
     NopKernelSchedulerNode,
 )
+from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,6 +46,13 @@ from fp8stack.precision.hardware import machine_for
 
 Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
 GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "mx_gemm")
+_CONTIGUOUS = tuple(f"fp8stack::{name}" for name in ("cast_product", "product_amax"))
+"""The operators that copy an operand that is not contiguous before they read it."""
+_MOVES = {
+    *("load", "store", "to_dtype_bitcast", "index_expr", "value_expr", "constant"),
+    *("masked", "where", "ge", "lt", "and_", "output"),
+}
+"""The operations of a loop that moves elements, from several tensors or between padding."""
 _SOURCE = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)
 _STORE = re.compile(r"st\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)")
 
@@ -59,6 +69,8 @@ class Kernel:
             another operator of torch.
         name: the name of the operator, or of the fused operators.
         bytes: the bytes read and written; each tensor counts once.
+        copies: the number of tensors that are copied in the same order: only strides, padding or
+            the name of the dtype change. 0 for eager code.
         waits: whether the host waits for the device, for a copy between the two.
         store: the bytes of the narrowest store in the PTX, for the autotuner's variant where they
             are most; 0 if inductor does not generate the kernel, or if stores are not analyzed.
@@ -69,6 +81,7 @@ class Kernel:
     kind: Kind
     name: str
     bytes: int
+    copies: int = 0
     waits: bool = False
     store: int = 0
 
@@ -234,9 +247,40 @@ def _launches(graph: GraphLowering, widths: dict[str, int]) -> Iterator[Kernel]:
             kind=kind,
             name=name,
             bytes=node.get_read_write_buffers_sizes(),
+            copies=_copies(node, name, graph.removed_buffers | graph.inplaced_to_remove),
             waits=name == "DeviceCopy",
             store=max((widths.get(member.get_name(), 0) for member in node.get_nodes()), default=0),
         )
+
+
+def _copies(node: BaseSchedulerNode, name: str, removed: Set[str]) -> int:
+    """`Kernel.copies`; `removed` has the buffers that are not in memory."""
+    if isinstance(node, ExternKernelSchedulerNode):
+        operands: Any = node.node.inputs if name.startswith(_CONTIGUOUS) else ()
+        return sum(not operand.get_layout().is_contiguous() for operand in operands)
+    copies: Counter[frozenset[str]] = Counter()  # by what they copy
+    for member in node.get_nodes():
+        body = getattr(member, "_body", None)
+        if body is not None and _moves_in_order(body) and not member.get_buffer_names() <= removed:
+            copies[frozenset(x.name for x in member.read_writes.reads)] += 1
+    # The first copy of a buffer that is not in memory is the buffer.
+    return sum(count - (sources <= removed) for sources, count in copies.items())
+
+
+def _moves_in_order(body: LoopBody) -> bool:
+    """Whether loops write elements as they read them and in the same order, not transposed."""
+    loops = [loop for loop, size in body.var_ranges.items() if size > 1]
+
+    def orders(usage: MemoryUsageType) -> list[list[int]]:
+        """The loops from inside to outside, for each tensor; empty if it is read repeatedly."""
+        indices = [body.indexing_exprs[entry.index_name] for entry in body.memory_usage[usage]]
+        plain = [index.expand(identity=True) for index in indices]
+        strides = [V.graph.sizevars.stride_vars(index, loops, loops) for index in plain]
+        return [[] if 0 in x else sorted(range(len(loops)), key=x.__getitem__) for x in strides]
+
+    reads, writes = orders(MemoryUsageType.LOAD), orders(MemoryUsageType.STORE)
+    moves = bool(loops and reads) and body.op_counts.keys() <= _MOVES
+    return moves and all(order == writes[0] for order in reads)
 
 
 def _what(node: BaseSchedulerNode) -> tuple[Kind, str]:

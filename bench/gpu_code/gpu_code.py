@@ -7,8 +7,11 @@ first micro-batch, for one layer and the state of all. "Ideal" is what `fp8stack
 takes both for: one kernel between two GEMMs, two where a scale follows from a whole tensor. "Narrow
 stores" are those of kernels that write some of their output byte by byte, which takes a GPU several
 times as long as writing 16 bytes at once: of the variants that inductor's autotuner tries, the best
-one counts. Waits are copies and reads for which the host waits for the device. torch's meta
-functions have taken the operands and scales of every scaled GEMM in the code.
+one counts. Copies change only strides, padding or the name of a dtype, forward and backward; the
+transposed copy of an operand is not one of them. One is left where attention's gradients of q, k
+and v, three tensors, are joined for a GEMM or a cast's kernel. Waits are copies and reads for which
+the host waits for the device. torch's meta functions have taken the operands and scales of every
+scaled GEMM in the code.
 
 The host's time is that of this machine's CPU, with launches that do nothing, in the fastest of 500
 steps, for one micro-batch of a gpt2-1.5b that is very narrow, but has all its 192 linears. Weights
@@ -168,7 +171,7 @@ def ideal_bytes(model: str, recipe: str, capability: str) -> int:
 
 
 def summary(kernels: Sequence[Row]) -> Row:
-    """The figures of a row: bytes and launches by part, and the kernels."""
+    """The figures of a row: bytes and launches by part, copies and waits."""
     counted = [k for k in kernels if k["kind"] not in ("GEMM", "attention")]
     block = [k for k in counted if k["part"] == "block"]
     narrow = [k for k in block if 0 < k["store"] < 4 and k["bytes"] > 2**20]
@@ -181,9 +184,9 @@ def summary(kernels: Sequence[Row]) -> Row:
         "block_ms": round(moved("block") / TERABYTES_PER_S / 1e9, 4),
         "launches": sum(k["part"] == "block" for k in kernels),
         "weight_launches": sum(k["part"] == "weights" for k in kernels),
+        "copies": sum(k["copies"] for k in kernels),
         "waits": sum(k["waits"] for k in kernels),
         "narrow_bytes": sum(k["bytes"] for k in narrow),
-        "kernels": [k | {"name": k["name"][:100]} for k in kernels if k["part"] != "weights"],
     }
 
 
@@ -211,7 +214,8 @@ def _bars(rows: Sequence[Row], host: Sequence[Row]) -> list[Row]:
 def grown(committed: Report, fresh: Report) -> list[str]:
     """A line for each figure that exceeds the committed one by more than 3 %."""
     before = {(row["case"], row["arm"]): row for row in committed["results"]}
-    keys = ("block_bytes", "loss_bytes", "weights_bytes", "launches", "weight_launches", "waits")
+    keys = ("block_bytes", "loss_bytes", "weights_bytes", "launches", "weight_launches", "copies")
+    keys += ("waits",)
     return [
         f"{row['case']}, {row['arm']}: {key} {row[key]:,}, committed {committed_row[key]:,}"
         for row in fresh["results"]
@@ -232,6 +236,7 @@ def table(data: Report) -> str:
         "ms of a block at 4.1 TB/s",
         "its launches",
         "of the weights",
+        "copies",
         "waits",
     ]
     gigabytes = ("block_bytes", "narrow_bytes", "weights_bytes", "ideal_bytes", "loss_bytes")
@@ -241,7 +246,7 @@ def table(data: Report) -> str:
             row["arm"],
             *(f"{row[key] / 1e9:.2f}" for key in gigabytes),
             f"{row['block_ms']:.2f}",
-            *(str(row[key]) for key in ("launches", "weight_launches", "waits")),
+            *(str(row[key]) for key in ("launches", "weight_launches", "copies", "waits")),
         ]
         for row in data["results"]
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -154,6 +155,61 @@ def test_an_ideal_gpu_moves_what_is_committed_and_no_code_less():
         assert row["ideal_bytes"] < row["block_bytes"] + row["weights_bytes"]
     moved = gpu_code.ideal_bytes("llama-8b", "delayed", "9.0")
     assert moved == rows["llama-8b on 9.0", "delayed"]["ideal_bytes"]
+
+
+MODELS = {768: "gpt2-124m", 1600: "gpt2-1.5b", 2048: "llama-1b", 4096: "llama-8b"}  # by width
+
+
+def copying(model: str, recipe: str, capability: str) -> list[str]:
+    """The names of the kernels that copy a tensor in the same order, once for each."""
+    kernels = kernels_of(model, recipe, capability)
+    return [kernel["name"] for kernel in kernels for _ in range(kernel["copies"])]
+
+
+@pytest.mark.parametrize(
+    "width", [1600, *(pytest.param(width, marks=pytest.mark.slow) for width in (768, 2048, 4096))]
+)
+def test_no_copy_in_delayed_scaling_changes_only_strides_or_the_name_of_a_dtype(width):
+    """Of these widths, inductor would pad 1600."""
+    assert copying(MODELS[width], "delayed", "9.0") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", MODELS)
+@pytest.mark.parametrize(
+    ("recipe", "capability"), [("current", "9.0"), ("block", "9.0"), ("mxfp8", "10.0")]
+)
+def test_the_one_copy_of_other_recipes_joins_the_gradients_of_q_k_and_v(recipe, capability, width):
+    """Attention gives three tensors, and a GEMM or a kernel reads one. The backward pass
+    of RoPE joins them as it computes."""
+    model = MODELS[width]
+    names = copying(model, recipe, capability)
+    assert len(names) == model.startswith("gpt2")
+    assert all(re.search(r"\bcat\b", name) for name in names)
+
+
+PADDED_ROWS = """
+from bench.gpu_code.pretend import pretend
+pretend((9, 0))
+from unittest.mock import patch
+import torch
+compile = torch.compile
+def padding(function, options, **more):
+    return compile(function, options={**options, "comprehensive_padding": True}, **more)
+from bench.gpu_code.blocks import kernels_of, plan_of
+with patch.object(torch, "compile", padding):
+    kernels = kernels_of("gpt2-1.5b", plan_of("gpt2-1.5b", "delayed", "9.0"), stores=False)
+print(sum(kernel.copies for kernel in kernels))
+"""
+
+
+@pytest.mark.slow
+def test_codes_with_padded_rows_are_counted_as_copied():
+    """The codes that are transposed, of three inputs and three output gradients, are written a
+    second time for their GEMM."""
+    command = [sys.executable, "-W", "ignore", "-c", PADDED_ROWS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "6", done.stderr
 
 
 @pytest.mark.slow

@@ -81,6 +81,17 @@ def train(model, steps, micro_batches=1, evaluate=True):
     return losses
 
 
+def test_inductor_pads_no_rows_where_torch_has_that_option(monkeypatch):
+    passed: dict[str, Any] = {}
+    by_torch = lambda function, *, options, **more: passed.update(options)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", by_torch)
+    compiler.compiled(gpt, "inductor")
+    assert passed.pop("comprehensive_padding") is False
+    monkeypatch.delattr(torch._inductor.config, "comprehensive_padding")
+    compiler.compiled(gpt, "inductor")
+    assert "comprehensive_padding" not in passed
+
+
 # Values: inductor's are eager's
 
 

@@ -21,13 +21,14 @@ _TO_E4M3, _TO_E5M2 = tl.constexpr(_PTX.format("e4m3")), tl.constexpr(_PTX.format
 
 
 @triton.jit
-def transpose_bytes(data, transposed, rows, columns, SIZE: tl.constexpr):
+def transpose_bytes(data, transposed, rows, columns, row_stride, column_stride, SIZE: tl.constexpr):
     """One tile of a matrix of bytes."""
     tile, wide = tl.program_id(0), tl.cdiv(columns, SIZE)
     row = (tile // wide) * SIZE + tl.arange(0, SIZE)[:, None]
     column = (tile % wide) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (row < rows) & (column < columns)
-    codes = tl.load(data + row.to(tl.int64) * columns + column, mask=inside, other=0)
+    place = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    codes = tl.load(data + place, mask=inside, other=0)
     tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
 
 

@@ -31,8 +31,9 @@ TRITON_RUNS = not find_triton_problem()  # a constant, since compiled code asks 
     tags=(torch.Tag.flexible_layout,),
 )
 def transpose_bytes(data: Tensor) -> Tensor:
-    """The transpose of a contiguous uint8 matrix, contiguous. A compiler neither fuses it nor runs
-    it again in the backward pass: where it computes rows, it would write columns byte by byte."""
+    """The contiguous transpose of a uint8 matrix with any strides. A compiler neither fuses it nor
+    runs it again in the backward pass: where it computes rows, it would write columns byte by
+    byte."""
     if not has_kernel(data.device) or data.numel() == 0:
         return data.t().clone(memory_format=torch.contiguous_format)
     return run_transpose(data)
@@ -42,19 +43,19 @@ def run_transpose(data: Tensor) -> Tensor:
     """The operator by Triton."""
     rows, columns = data.shape
     transposed = data.new_empty((columns, rows))
-    _transpose(rows, columns)((data.contiguous(), transposed))
+    _transpose(rows, columns, *data.stride())((data, transposed))
     return transposed
 
 
 @lru_cache(maxsize=4096)  # a model has few shapes, but prompts may have any length
-def _transpose(rows: int, columns: int) -> Any:
-    """The `KernelLaunch` for matrices of this shape."""
+def _transpose(rows: int, columns: int, *strides: int) -> Any:
+    """The `KernelLaunch` for matrices of this shape and these strides."""
     from fp8stack.layers.kernels import triton_kernels
     from fp8stack.layers.kernels.launch import KernelLaunch
 
     tiles = -(-rows // 128) * -(-columns // 128)
     kernel, options = triton_kernels.transpose_bytes, OPTIONS | {"num_warps": 8}
-    return KernelLaunch(kernel, tiles, (rows, columns), {"SIZE": 128}, options)
+    return KernelLaunch(kernel, tiles, (rows, columns, *strides), {"SIZE": 128}, options)
 
 
 # A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).

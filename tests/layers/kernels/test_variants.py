@@ -204,12 +204,13 @@ def test_triton_runs_with_a_c_compiler(monkeypatch, triton, cc, compilers, runs)
 
 
 def transposes_wrongly() -> list[str]:
-    """The shapes whose transpose is not numpy's, by the kernel where Triton interprets it."""
+    """The matrices whose transpose is not numpy's, by the kernel where Triton interprets it."""
     wrong = []
     for shape in ((1, 1), (7, 200), (129, 128), (272, 144)):
         data = torch.arange(math.prod(shape)).to(torch.uint8).view(shape)
-        if not np.array_equal(kernels.run_transpose(data).numpy(), data.numpy().T):
-            wrong.append(str(shape))
+        for matrix in (data, data.t(), data[:, : shape[1] // 2 + 1]):  # the last has padded rows
+            if not np.array_equal(kernels.run_transpose(matrix).numpy(), matrix.numpy().T):
+                wrong.append(f"{list(matrix.shape)} of strides {matrix.stride()}")
     return wrong
 
 
@@ -225,8 +226,10 @@ def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, mon
     from fp8stack.layers.kernels import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = {"data": "*u8", "transposed": "*u8", "rows": "i32", "columns": "i32"}
-    text = ptx_of(triton_kernels.transpose_bytes, types, {"SIZE": 128}, capability, num_warps=8)
+    numbers = dict.fromkeys(("rows", "columns", "row_stride"), "i32")
+    types = {"data": "*u8", "transposed": "*u8", **numbers}
+    constants = {"column_stride": 1, "SIZE": 128}  # Triton takes a number 1 for a constant
+    text = ptx_of(triton_kernels.transpose_bytes, types, constants, capability, num_warps=8)
     for kind in ("ld", "st"):
         instructions = Counter(re.findall(rf"{kind}\.global\S*", text))
         assert instructions == {f"{kind}.global.v4.b32": 4}
