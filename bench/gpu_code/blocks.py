@@ -256,7 +256,8 @@ def _launches(graph: GraphLowering, widths: dict[str, int]) -> Iterator[Kernel]:
 def _copies(node: BaseSchedulerNode, name: str, removed: Set[str]) -> int:
     """`Kernel.copies`; `removed` has the buffers that are not in memory."""
     if isinstance(node, ExternKernelSchedulerNode):
-        operands: Any = node.node.inputs if name.startswith(_CONTIGUOUS) else ()
+        kernel: Any = node.node
+        operands = kernel.inputs if name.startswith(_CONTIGUOUS) else ()
         return sum(not operand.get_layout().is_contiguous() for operand in operands)
     copies: Counter[frozenset[str]] = Counter()  # by what they copy
     for member in node.get_nodes():

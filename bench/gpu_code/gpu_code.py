@@ -214,8 +214,8 @@ def _bars(rows: Sequence[Row], host: Sequence[Row]) -> list[Row]:
 def grown(committed: Report, fresh: Report) -> list[str]:
     """A line for each figure that exceeds the committed one by more than 3 %."""
     before = {(row["case"], row["arm"]): row for row in committed["results"]}
-    keys = ("block_bytes", "loss_bytes", "weights_bytes", "launches", "weight_launches", "copies")
-    keys += ("waits",)
+    counts = ("launches", "weight_launches", "copies", "waits")
+    keys = ("block_bytes", "loss_bytes", "weights_bytes", *counts)
     return [
         f"{row['case']}, {row['arm']}: {key} {row[key]:,}, committed {committed_row[key]:,}"
         for row in fresh["results"]

@@ -138,8 +138,8 @@ def compiled(
         # before 2.13.
         rounds = torch.__version__ >= "2.11" or torch.cuda.is_available()
         options["options"] |= list_mode_options(mode) | {"emulate_precision_casts": rounds}
-        # Up to torch 2.15 at least, inductor pads rows of FP8 codes, as of 1,600 to 1,664 bytes,
-        # which GEMMs do not take: it writes each a second time. To be deleted when it does not.
+        # Inductor (torch 2.10 to 2.14) pads rows of FP8 codes, such as 1,600 bytes to 1,664, and
+        # writes the codes again for GEMMs. Delete when it pads no buffer that a GEMM reads.
         if hasattr(config, "comprehensive_padding"):
             options["options"]["comprehensive_padding"] = False
     by_torch: Any = torch.compile

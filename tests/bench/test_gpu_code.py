@@ -170,7 +170,7 @@ def copying(model: str, recipe: str, capability: str) -> list[str]:
     "width", [1600, *(pytest.param(width, marks=pytest.mark.slow) for width in (768, 2048, 4096))]
 )
 def test_no_copy_in_delayed_scaling_changes_only_strides_or_the_name_of_a_dtype(width):
-    """Of these widths, inductor would pad 1600."""
+    """Inductor would pad rows of 1600 bytes, not those of the other widths."""
     assert copying(MODELS[width], "delayed", "9.0") == []
 
 
