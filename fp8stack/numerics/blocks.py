@@ -59,11 +59,11 @@ def block_sizes(quantizer: Quantizer, ndim: int, dim: int) -> list[int]:
     if quantizer.per_tensor:
         return [0] * ndim
     sizes = [1] * ndim
-    across, sizes[dim] = quantizer.blocks or (1, 0)
-    if across > 1:
+    other_size, sizes[dim] = quantizer.blocks or (1, 0)
+    if other_size > 1:
         if ndim < 2:
             raise ValueError(f"A block {quantizer.blocks} does not fit a tensor of one dimension.")
-        sizes[-2 if dim == ndim - 1 else -1] = across
+        sizes[-2 if dim == ndim - 1 else -1] = other_size
     return sizes
 
 

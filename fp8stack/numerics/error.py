@@ -95,7 +95,7 @@ def quantization_error(
     height = sizes[0] or 1
     step = _rows_of_chunk(x, height) // height
     sums, survivors = [], []
-    for index, chunk in enumerate(blocks.split(step, 0 if sizes[0] else 1)):
+    for index, chunk in enumerate(torch.split(blocks, step, 0 if sizes[0] else 1)):
         of_chunk: Any = slice(index * step, (index + 1) * step) if sizes[0] else ...
         chunk_into, chunk_out = into[of_chunk], None if out is None else out[of_chunk]
         bits = None
@@ -160,7 +160,7 @@ def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.numel():
         return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
     sums = []
-    for rows in x.split(_rows_of_chunk(x)):
+    for rows in torch.split(x, _rows_of_chunk(x)):
         chunk = rows.to(torch.float32)
         values = chunk.to(dtype).to(torch.float32)
         sums.append([values.isinf().sum(), *_losses(chunk, values, None)])

@@ -168,8 +168,8 @@ def _tile(rule: RoundingRule, rows: int, columns: int, threads: int) -> tuple[in
     if (1, 0) not in rule.blocks:
         shared = rows * columns // (_SHARES * threads) if tall > 1 else 0
         elements = max(_TILE, min(_TALL_TILE, shared))
-        across = -(-columns // (max(1, elements // tall // wide) * wide))
-        most = -(-columns // across // wide) * wide  # equal widths
+        beside = -(-columns // (max(1, elements // tall // wide) * wide))
+        most = -(-columns // beside // wide) * wide  # equal widths
     return max(1, min(_TILE // most, rows) // tall) * tall, most
 
 
@@ -198,14 +198,14 @@ def _plan(
     work.other_height, work.other_width = rule.blocks[-1]
     work.tile_rows, work.tile_columns = _tile(rule, work.rows, work.columns, threads)
     work.hadamard, work.dim = quantizer.hadamard, rule.dim
-    work.minus = MINUS.get(quantizer.hadamard, 0)
+    work.minus_signs = MINUS.get(quantizer.hadamard, 0)
     kind = quantizer.scale_rounding if scale == "e8m0" else "e4m3" if scale == "e4m3" else "float32"
     work.scale_kind = kernels.SCALES.index("given" if has_scale else kind)
     work.power_of_two = scale == "power_of_two"
-    work.carries = rule.carries
-    work.random = quantizer.stochastic
+    work.carries_scales = rule.carries
+    work.stochastic = quantizer.stochastic
     work.mantissa_bits = target.mantissa_bits
-    work.exponents = (target.max_code >> target.mantissa_bits) - target.bias
+    work.largest_exponent = (target.max_code >> target.mantissa_bits) - target.bias
     work.max, work.min_normal = target.max, target.min_normal
     work.min_subnormal = target.min_subnormal or 0.0
     work.limit = 1 / target.max if scale == "e8m0" else target.max
@@ -213,9 +213,9 @@ def _plan(
     held = torch.bfloat16 if quantizer.hadamard else dtype
     largest = torch.finfo(held if rule.carries else torch.float32).max
     work.overflow = min(largest, torch.finfo(torch.float32).max)
-    finds = bool(quantizer.hadamard) or (0, 1) in rule.blocks
-    finds = finds or scale == "e4m3" or ((0, 0) in rule.blocks and not has_scale)
-    return work, finds, results
+    needs_amax = bool(quantizer.hadamard) or (0, 1) in rule.blocks or scale == "e4m3"
+    needs_amax = needs_amax or ((0, 0) in rule.blocks and not has_scale)
+    return work, needs_amax, results
 
 
 def round(
@@ -237,7 +237,8 @@ def round(
     rule = _RULES[number]
     source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
     threads = torch.get_num_threads() if source.numel() > _ALONE else 1
-    planned, finds, new = _plan(number, *source.shape, x.dtype, scale is not None, bf16, threads)
+    sizes = *source.shape, x.dtype, scale is not None, bf16, threads
+    planned, needs_amax, new = _plan(number, *sizes)
     kernels = (_KERNELS or _loaded())[0]
     work = type(planned).from_buffer_copy(planned)
     results = []
@@ -249,24 +250,23 @@ def round(
         work.factor, work.other_factor = results[1].data_ptr(), results[-1].data_ptr()
     work.result = results[0].data_ptr()
     if len(rule.blocks) > 1:
-        work.other = results[len(results) // 2].data_ptr()
+        work.other_result = results[len(results) // 2].data_ptr()
     if counter is not None:
         work.counter, work.seed, work.stream = int(counter), seed, stream
         work.first_row = first_row
-    work.amax = ctypes.addressof(work) + kernels.CastWork.cell.offset
     if scale is not None:
         if scale.device.type != "cpu":
             raise ValueError(f"The scale of a tensor on the CPU is on {scale.device}. Move it")
         work.scale = scale.data_ptr()
     if recorded is not None:
         work.recorded = recorded.data_ptr()
-        work.counts = 0 if counts is None else counts.data_ptr()
-    if finds:
+        work.is_recording = 0 if counts is None else counts.data_ptr()
+    if needs_amax:
         if (0, 1) in rule.blocks:
             columns_amax = torch.zeros(work.columns, dtype=torch.int32)
             work.column_amaxes = columns_amax.data_ptr()
         _run(kernels.find_tiles, work, threads)
-        work.next = 0
+        work.next_tile = 0
         if work.hadamard:
             work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns

@@ -22,31 +22,29 @@ from numba.extending import intrinsic as _intrinsic
 from numba.np.numpy_support import carray
 
 _INTEGERS = (
-    # Counters: the next tile, and how many are done.
-    *("next", "done"),
+    # Counters of tiles, and room for the amax of the matrix, as bits.
+    *("next_tile", "tiles_done", "amax"),
     # Addresses, 0 for none: the matrix, the result, and the result for other blocks. The matrix is
     # float32 or, if `source_bf16`, bfloat16; the results likewise, if `result_bf16`.
-    *("source", "result", "other"),
-    # int32: the amax of the matrix, and the amaxes of its columns.
-    *("amax", "column_amaxes"),
-    # float32: a given scale; factors of the output, one for all, by row or by column; the recorded
-    # amax, and a bool that says whether it counts.
-    *("scale", "factor", "other_factor", "recorded", "counts"),
+    *("source", "result", "other_result"),
+    "column_amaxes",  # the address of the amaxes of the columns, int32
+    # Addresses of float32: a given scale; factors of the output, one for all, by row or by column;
+    # the recorded amax, and a bool: whether to record.
+    *("scale", "factor", "other_factor", "recorded", "is_recording"),
     # Sizes of the source, of the results (padded for a Hadamard transform), and of a tile.
     *("source_rows", "source_columns", "rows", "columns", "tile_rows", "tile_columns"),
     # The blocks of the two results: 0 is all rows, or all columns.
     *("height", "width", "other_height", "other_width"),
     *("seed", "stream", "counter", "first_row"),  # of the random bits
-    *("hadamard", "minus", "dim"),  # its size, the signs, and the dimension that it mixes
-    "cell",  # room for the amax
+    *("hadamard", "minus_signs", "dim"),  # its size, signs, and the dimension that it mixes
 )
 _FLAGS = (
     "scale_kind",  # an index of SCALES
     "power_of_two",
-    "carries",  # whether values carry their scales
-    "random",
+    "carries_scales",  # whether values are multiplied by the scales of their blocks
+    "stochastic",
     "mantissa_bits",
-    "exponents",  # the exponent of the format's largest value, without the bias
+    "largest_exponent",  # the exponent of the format's largest value, without the bias
     *("source_bf16", "result_bf16"),
 )
 _FLOATS = ("max", "min_normal", "min_subnormal", "limit", "eps", "overflow")
@@ -63,6 +61,8 @@ class CastWork(ctypes.Structure):
     ]
 
 
+_NEXT_TILE, _TILES_DONE = CastWork.next_tile.offset, CastWork.tiles_done.offset
+_AMAX = CastWork.amax.offset
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
@@ -209,9 +209,9 @@ def _power_above(largest, format_max_inverse):
 
 
 @njit
-def _power_near(largest, half, exponents):
+def _power_near(largest, half, largest_exponent):
     """The E8M0 code of a power of two: of that below, or of the nearest one."""
-    return min(max((((_bits(largest) + half) >> 23) & 0xFF) - exponents, 0), 254)
+    return min(max((((_bits(largest) + half) >> 23) & 0xFF) - largest_exponent, 0), 254)
 
 
 @njit
@@ -235,7 +235,9 @@ def _scales(largest, into, out, w, into_e4m3):
     """Write the scales of blocks, from the bits of their amaxes: into the format, and out of it."""
     # Outside of loops, since numba reads `w` again after each store.
     kind, limit, eps, overflow = w.scale_kind, w.limit, w.eps, w.overflow
-    power_of_two, mantissa_bits, exponents = w.power_of_two, w.mantissa_bits, w.exponents
+    power_of_two, largest_exponent = w.power_of_two, w.largest_exponent
+    # Rounded to even, half a step of the mantissa is added to an amax.
+    half = np.int32(1 << (22 - w.mantissa_bits)) if kind == _EVEN else np.int32(0)
     if kind == _FLOAT32:
         for i in range(len(largest)):
             into[i] = _quotient_scale(_of_bits(largest[i]), limit, eps, overflow, power_of_two)
@@ -247,9 +249,8 @@ def _scales(largest, into, out, w, into_e4m3):
         for i in range(len(largest)):
             _set_powers(_power_above(_of_bits(largest[i]), limit), into, out, i)
     else:
-        half = np.int32(1 << (22 - mantissa_bits)) if kind == _EVEN else np.int32(0)
         for i in range(len(largest)):
-            _set_powers(_power_near(_of_bits(largest[i]), half, exponents), into, out, i)
+            _set_powers(_power_near(_of_bits(largest[i]), half, largest_exponent), into, out, i)
 
 
 @njit
@@ -269,7 +270,7 @@ def _round(values, into, out, result, length, w):
     """`result = out * round(values * into)`, to the nearest."""
     magic = np.float32(12582912.0 / (1 << w.mantissa_bits))  # 1.5 * 2^(23 - mantissa_bits)
     least = w.min_normal * magic
-    high, low, carries = w.max, -w.max, w.carries != 0
+    high, low, carries = w.max, -w.max, w.carries_scales != 0
     for i in range(length):
         scaled = values[i] * into[i]
         scaled = high if scaled > high else (low if scaled < low else scaled)
@@ -281,7 +282,7 @@ def _round(values, into, out, result, length, w):
 def _round_at_random(values, into, out, bits, result, length, w):
     """`result = out * round(values * into)`, at random."""
     per_power = np.float32(1.0 / (1 << w.mantissa_bits))
-    least, high, low, carries = w.min_subnormal, w.max, -w.max, w.carries != 0
+    least, high, low, carries = w.min_subnormal, w.max, -w.max, w.carries_scales != 0
     for i in range(length):
         scaled = values[i] * into[i]
         scaled = high if scaled > high else (low if scaled < low else scaled)
@@ -471,16 +472,16 @@ def _mix(values, unit, size):
 @njit
 def _transform(tile, w):
     """See `hadamard.hadamard`."""
-    size, rows, columns, along = w.hadamard, w.tile_rows, w.tile_columns, w.dim == 1
+    size, rows, columns, rowwise = w.hadamard, w.tile_rows, w.tile_columns, w.dim == 1
     factor = np.float32(size**-0.5)
     signs = np.empty(max(rows, columns), np.float32)
     for i in range(len(signs)):
-        signs[i] = -_ONE if (w.minus >> (i % size)) & 1 else _ONE
+        signs[i] = -_ONE if (w.minus_signs >> (i % size)) & 1 else _ONE
     for r in range(rows):
         row = tile[r * columns : (r + 1) * columns]
         for c in range(columns):
-            row[c] = _rounded_to_bf16(row[c]) * (signs[c] if along else signs[r])
-    _mix(tile, 1 if along else columns, size)
+            row[c] = _rounded_to_bf16(row[c]) * (signs[c] if rowwise else signs[r])
+    _mix(tile, 1 if rowwise else columns, size)
     for i in range(rows * columns):
         tile[i] = _rounded_to_bf16(tile[i] * factor)
 
@@ -490,6 +491,13 @@ def _raise_columns(largest, w, column):
     """Raise the amaxes of the matrix's columns from `column` on to `largest`."""
     for c in range(min(len(largest), w.columns - column)):
         _raise(w.column_amaxes + 4 * (column + c), largest[c])
+
+
+@njit
+def _tiles(w):
+    """The number of tiles beside each other, and of all tiles."""
+    beside = (w.columns + w.tile_columns - 1) // w.tile_columns
+    return beside, beside * ((w.rows + w.tile_rows - 1) // w.tile_rows)
 
 
 def _find_tiles(pointer):
@@ -503,17 +511,16 @@ def _find_tiles(pointer):
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
     buffer = memory.ctypes.data
     largest, tile = _ints(buffer, columns), buffer + 4 * columns
-    across = (w.columns + columns - 1) // columns
-    tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
+    beside, tiles = _tiles(w)
     largest[:] = 0
     while True:
-        tile_index = _add(start, 1)
-        if tile_index >= tiles:
-            if w.column_amaxes and across == 1:
+        index = _add(start + _NEXT_TILE, 1)
+        if index >= tiles:
+            if w.column_amaxes and beside == 1:
                 _raise_columns(largest, w, 0)
             memory[0] = _ZERO  # keeps the memory until here
             return
-        top, column = tile_index // across * w.tile_rows, tile_index % across * columns
+        top, column = index // beside * w.tile_rows, index % beside * columns
         rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
         source, stride = w.source + 4 * (top * w.source_columns + column), w.source_columns
         if loads:
@@ -531,113 +538,125 @@ def _find_tiles(pointer):
             else:
                 most = max(most, _amax(row))
         if not w.column_amaxes:
-            _raise(w.amax, most)
-        elif across > 1:
+            _raise(start + _AMAX, most)
+        elif beside > 1:
             _raise_columns(largest, w, column)
             largest[:] = 0
+
+
+# A thread's memory for rounding: lines of 4-byte words, and behind them a tile.
+_ROUNDED, _BITS, _AMAXES, _INTO, _OUT, _OTHER_INTO, _OTHER_OUT, _LINES = range(8)
+
+
+@njit
+def _set_one_scale(lines, w, tensor_amax, into_e4m3):
+    """Set the scales of a row to the scale of the matrix."""
+    columns = w.tile_columns
+    into, out = _floats(lines[_INTO], columns), _floats(lines[_OUT], columns)
+    if w.scale_kind == _GIVEN:
+        into[0] = _floats(w.scale, 1)[0]
+        out[0] = _ONE / into[0]
+    else:
+        amaxes = _ints(lines[_AMAXES], 1)
+        amaxes[0] = _bits(tensor_amax)
+        _scales(amaxes, into, out, w, into_e4m3)
+    into[:], out[:] = into[0], out[0]
+
+
+@njit
+def _round_tile(lines, w, source, stride, top, column, is_other, sets_columns, into_e4m3):
+    """Round a tile of the matrix, whose rows are `stride` apart from the address `source` on, to
+    one of the two results. `sets_columns`: the scales of its columns are not set yet."""
+    result = w.other_result if is_other else w.result
+    height = w.other_height if is_other else w.height
+    width = w.other_width if is_other else w.width
+    factor = w.other_factor if is_other else w.factor
+    into, out = lines[_OTHER_INTO if is_other else _INTO], lines[_OTHER_OUT if is_other else _OUT]
+    rows, columns = min(w.tile_rows, w.rows - top), min(w.tile_columns, w.columns - column)
+    has_one_scale, to_bf16 = w.height == 0 and w.width == 0, w.result_bf16 != 0
+    step = 1  # rows at a time: several, if they are adjacent and consist of whole blocks
+    if height == 1 and width and columns == w.columns and columns % width == 0 and not w.stochastic:
+        step = max(1, _JOINED // columns)
+    for r in range(0, rows, step):
+        length = columns * min(step, rows - r)
+        row, amaxes = source + 4 * r * stride, lines[_AMAXES]
+        if height == 1:
+            size = width if width else length
+            _set_scales(row, length, amaxes, into, out, size, w, into_e4m3)
+        elif height and r % height == 0:
+            _find_group(_ints(amaxes, length), row, stride, min(height, rows - r))
+            _set_scales(amaxes, length, amaxes, into, out, width, w, into_e4m3)
+        elif height == 0 and not has_one_scale and r == 0 and sets_columns:
+            _ints(amaxes, length)[:] = _ints(w.column_amaxes + 4 * column, length)
+            _set_scales(amaxes, length, amaxes, into, out, 1, w, into_e4m3)
+        if factor and not has_one_scale and not w.carries_scales:
+            if height == 1:
+                _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
+            elif top == 0 and r == 0:
+                _floats(factor + 4 * column, length)[:] = _floats(out, length)
+        index = (top + r) * w.columns + column
+        target = _floats(lines[_ROUNDED] if to_bf16 else result + 4 * index, length)
+        values = _floats(row, length)
+        into_scales, out_scales = _floats(into, length), _floats(out, length)
+        if w.stochastic:
+            bits = carray(_address(lines[_BITS]), length + 3, np.uint32)
+            _draw(bits, column, length, top + r, w)
+            _round_at_random(values, into_scales, out_scales, bits, target, length, w)
+        else:
+            _round(values, into_scales, out_scales, target, length, w)
+        if to_bf16:
+            _narrow(_halves(result + 2 * index, length), target)
 
 
 def _round_tiles(pointer):
     """Round a matrix to one or two results, row by row."""
     w = carray(pointer, 1)[0]
     start = _start(pointer)
-    columns, stride = w.tile_columns, w.columns
     # A result that overwrites the source would keep loops from using vectors.
-    loads, to_bf16 = w.source_bf16 or w.source == w.result, w.result_bf16 != 0
-    room = max(columns, _JOINED)
-    memory = np.empty(7 * room + 4 + (w.tile_rows * columns if loads else 0), np.float32)
+    loads = w.source_bf16 or w.source == w.result
+    room = max(w.tile_columns, _JOINED) + 4
+    in_tile = w.tile_rows * w.tile_columns if loads else 0
+    memory = np.empty(_LINES * room + in_tile, np.float32)
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
-    buffer = memory.ctypes.data
-    rounded = buffer  # a row of the result, as float32
-    bits = carray(_address(buffer + 4 * room), room + 3, np.uint32)
-    largest = buffer + 8 * room + 16
-    scales = largest + 4 * room  # into and out of the first result, into and out of the second
-    tile = scales + 16 * room
-    across = (w.columns + columns - 1) // columns
-    tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
+    lines = memory.ctypes.data + 4 * room * np.arange(_LINES + 1)
     tensor_amax, into_e4m3 = _ZERO, _ONE
     if not w.recorded:
-        tensor_amax = _floats(w.amax, 1)[0]
+        tensor_amax = _floats(start + _AMAX, 1)[0]
         into_e4m3 = _first_level(tensor_amax)
-    for_all = w.height == 0 and w.width == 0
-    if for_all:
-        into, out = _floats(scales, columns), _floats(scales + 4 * room, columns)
-        if w.scale_kind == _GIVEN:
-            into[0] = _floats(w.scale, 1)[0]
-            out[0] = _ONE / into[0]
-        else:
-            _ints(largest, 1)[0] = _bits(tensor_amax)
-            _scales(_ints(largest, 1), into, out, w, into_e4m3)
-        into[:], out[:] = into[0], out[0]
-    results_with_scales = 0  # bits: the results whose scales by column are there for all tiles
+    has_one_scale = w.height == 0 and w.width == 0
+    if has_one_scale:
+        _set_one_scale(lines, w, tensor_amax, into_e4m3)
+    beside, tiles = _tiles(w)
+    sets_columns = True
     while True:
-        tile_index = _add(start, 1)
-        if tile_index >= tiles:
+        index = _add(start + _NEXT_TILE, 1)
+        if index >= tiles:
             memory[0] = _ZERO  # keeps the memory until here
             return
-        top, column = tile_index // across * w.tile_rows, tile_index % across * columns
-        rows, row_length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
-        first = top * stride + column
-        if tile_index == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
-            of_output = tensor_amax * _OUT_OF_TWO_LEVELS
+        top, column = index // beside * w.tile_rows, index % beside * w.tile_columns
+        if index == 0 and w.factor and (has_one_scale or w.scale_kind == _E4M3):
+            factor = tensor_amax * _OUT_OF_TWO_LEVELS
             if w.scale_kind != _E4M3:
-                of_output = _floats(scales + 4 * room, 1)[0]
-            _floats(w.factor, 1)[0] = of_output
+                factor = _floats(lines[_OUT], 1)[0]
+            _floats(w.factor, 1)[0] = factor
             if w.other_factor:
-                _floats(w.other_factor, 1)[0] = of_output
-        source, source_stride = w.source + 4 * first, stride
+                _floats(w.other_factor, 1)[0] = factor
+        source, stride = w.source + 4 * (top * w.columns + column), w.columns
         if loads:
-            _load(tile, w, top, column)
-            source, source_stride = tile, columns
+            _load(lines[_LINES], w, top, column)
+            source, stride = lines[_LINES], w.tile_columns
         if w.recorded:
-            most = np.int32(0)
-            for r in range(rows):
-                most = max(most, _amax(_floats(source + 4 * r * source_stride, row_length)))
-            _raise(w.amax, most)
-        for second in range(2):
-            result = w.other if second else w.result
-            if not result:
-                continue
-            height = w.other_height if second else w.height
-            width = w.other_width if second else w.width
-            factor = w.other_factor if second else w.factor
-            into = scales + 8 * room * second
-            out = into + 4 * room
-            step = 1  # rows at a time: several, if they lie one after the other in whole blocks
-            if height == 1 and width and columns == stride and stride % width == 0 and not w.random:
-                step = max(1, _JOINED // stride)
-            for r in range(0, rows, step):
-                length = row_length * min(step, rows - r)
-                row, amaxes = source + 4 * r * source_stride, _ints(largest, length)
-                if height == 1:
-                    size = width if width else length
-                    _set_scales(row, length, largest, into, out, size, w, into_e4m3)
-                elif height and r % height == 0:
-                    _find_group(amaxes, row, source_stride, min(height, rows - r))
-                    _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
-                elif not (height or for_all or r or results_with_scales >> second & 1):
-                    amaxes[:] = _ints(w.column_amaxes + 4 * column, length)
-                    _set_scales(largest, length, largest, into, out, 1, w, into_e4m3)
-                    results_with_scales |= (across == 1) << second
-                if factor and not for_all and not w.carries:
-                    if height == 1:
-                        _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
-                    elif top == 0 and r == 0:
-                        _floats(factor + 4 * column, length)[:] = _floats(out, length)
-                place = first + r * stride
-                target = _floats(rounded if to_bf16 else result + 4 * place, length)
-                values = _floats(row, length)
-                into_scales, out_scales = _floats(into, length), _floats(out, length)
-                if w.random:
-                    _draw(bits, column, length, top + r, w)
-                    _round_at_random(values, into_scales, out_scales, bits, target, length, w)
-                else:
-                    _round(values, into_scales, out_scales, target, length, w)
-                if to_bf16:
-                    _narrow(_halves(result + 2 * place, length), target)
-        if w.recorded and _add(start + 8, 1) == tiles - 1:
-            largest_seen = _floats(w.amax, 1)[0]
-            if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:
+            most, length = np.int32(0), min(w.tile_columns, w.columns - column)
+            for r in range(min(w.tile_rows, w.rows - top)):
+                most = max(most, _amax(_floats(source + 4 * r * stride, length)))
+            _raise(start + _AMAX, most)
+        _round_tile(lines, w, source, stride, top, column, False, sets_columns, into_e4m3)
+        if w.other_result:
+            _round_tile(lines, w, source, stride, top, column, True, sets_columns, into_e4m3)
+        sets_columns = beside > 1  # else all tiles have the same columns
+        if w.recorded and _add(start + _TILES_DONE, 1) == tiles - 1:
+            largest_seen = _floats(start + _AMAX, 1)[0]
+            if w.is_recording and not carray(_address(w.is_recording), 1, np.uint8)[0]:
                 largest_seen = _ZERO
             recorded = _floats(w.recorded, 1)
             if not recorded[0] > largest_seen:

@@ -123,20 +123,21 @@ def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
-def rounding_of_both(along: Quantizer, across: Quantizer) -> Rounding | None:
-    """The rule that rounds both copies of an operand in one pass, for GEMMs that reduce over the
-    columns (`along`) and over the rows (`across`); None if the quantizers are not `alike`."""
-    if not alike(along, across):
+def rounding_of_both(rowwise: Quantizer, columnwise: Quantizer) -> Rounding | None:
+    """The rule that rounds an operand in one pass for two GEMMs, which reduce over the columns
+    (`rowwise`) and over the rows (`columnwise`); None if the quantizers are not `alike`."""
+    if not alike(rowwise, columnwise):
         return None
-    return Rounding(along, rounding(along, [1]).blocks + rounding(across, [0]).blocks)
+    return Rounding(rowwise, rounding(rowwise, [1]).blocks + rounding(columnwise, [0]).blocks)
 
 
-def alike(along: Quantizer, across: Quantizer) -> bool:
-    """Whether two quantizers differ only in their blocks, so that one pass rounds both copies."""
+def alike(rowwise: Quantizer, columnwise: Quantizer) -> bool:
+    """Whether two quantizers differ only in their blocks, so that one pass rounds for both."""
+    per_tensor = rowwise.per_tensor or columnwise.per_tensor
     return (
-        not (along.per_tensor or across.per_tensor or along.stochastic or along.hadamard)
-        and (along.block == "row") == (across.block == "row")
-        and replace(along, block=across.block) == across
+        not (per_tensor or rowwise.stochastic or rowwise.hadamard)
+        and (rowwise.block == "row") == (columnwise.block == "row")
+        and replace(rowwise, block=columnwise.block) == columnwise
     )
 
 

@@ -201,9 +201,7 @@ class GroupedByTE(QuantizedLinear):
         quantizers["weight"].layer = self
         self._groups = groups
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, offsets: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """See `GroupedLinear.forward`; groups of any rows are as much work."""
         x, grad = input.to(self.compute_dtype), torch.is_grad_enabled()
         bias = None if self.bias is None else self.bias.view(self._groups, -1)[0]

@@ -10,14 +10,15 @@ than 2^-20 of a value, or of its largest term, before it is rounded.
 
 from __future__ import annotations
 
+from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import Quantizer, ScaleRounding, fp8_format
+from fp8stack.common.formats import Quantizer, fp8_format
 from fp8stack.layers.kernels.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.layers.kernels.scaled_gemm import ScaleLayout, pack_scales
 from fp8stack.layers.kernels.variants import (
@@ -33,16 +34,9 @@ from fp8stack.numerics.operators import operator_on_any_device
 BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
 LAUNCH = OPTIONS | {"num_warps": 16}
 _OPERANDS = (
-    "x",
-    "dy",
-    "scale",
-    "data",
-    "transposed",
-    "inverse",
-    "inverse_across",
-    "amaxes",
-    "sums",
+    *("x", "dy", "scale", "data", "transposed", "inverse", "inverse_across", "amaxes", "sums"),
 )
+_quantizer = cache(Quantizer)  # constructed once, as its checks take longer than a launch
 
 
 class Product(NamedTuple):
@@ -139,17 +133,18 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
     """A product cast in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `across` its
     transpose as well, each with scales of its own: `numerics.quantize` and `pack_scales`, to the
     bit. See `cast_product`."""
-    mx = quantizer.scale == "e8m0"
-    kind = quantizer.scale_rounding if mx else quantizer.scale
+    fields = quantizer.format, quantizer.scale, quantizer.scale_rounding, quantizer.eps
     data, transposed, inverse, inverse_across, partial_sums = _blocks_op(
-        *product, quantizer.format, quantizer.eps, kind, across, sums
+        *product, *fields, across, sums
     )
+    if quantizer.scale != "e8m0":
+        inverse, inverse_across = inverse.t(), inverse_across.t() if across else inverse_across
     return Copies(
         data,
         transposed if across else None,
         None,
-        inverse if mx else inverse.t(),
-        (inverse_across if mx else inverse_across.t()) if across else None,
+        inverse,
+        inverse_across if across else None,
         partial_sums.sum(0) if sums else None,
     )
 
@@ -158,20 +153,19 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
 
 
 @operator_on_any_device(
-    "product_amax",
-    lambda *product: _room(Product(*product), "e4m3", "none", False, True, False)[0],
+    "product_amax", lambda *product: _allocate(Product(*product), None, False, True, False)[0]
 )
 def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     product = _contiguous(name, x, dy)
     if not _runs(product):
         return numerics.amax(product.values()).view(1)
-    return _run(product, None, "e4m3", 0.0, "none", False, True, False)[0]
+    return _run(product, None, None, False, True, False)[0]
 
 
 @operator_on_any_device(
     "cast_product",
-    lambda name, x, dy, scale, format, *outputs: tuple(
-        _room(Product(name, x, dy), format, "given", *outputs)
+    lambda name, x, dy, scale, format, *outputs: _allocate(
+        Product(name, x, dy), _quantizer(format=format), *outputs
     ),
 )
 def _cast_op(
@@ -186,21 +180,21 @@ def _cast_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     product = _contiguous(name, x, dy)
     if _runs(product):
-        data, turned, amax, partial_sums = _run(
-            product, scale, format, 0.0, "given", across, record, sums
-        )
-        return data, turned, amax, partial_sums
+        outputs: Any = _run(product, scale, _quantizer(format=format), across, record, sums)
+        return outputs  # type: ignore[no-any-return]
     values = product.values()
     data = numerics.cast_to_fp8(values, scale, format)
-    turned = data.t().clone(memory_format=torch.contiguous_format) if across else data.new_empty(0)
+    transposed = data.new_empty(0)
+    if across:
+        transposed = data.t().clone(memory_format=torch.contiguous_format)
     amax = numerics.amax(values).view(1) if record else x.new_empty(0, dtype=torch.float32)
-    return data, turned, amax, _sums(values, sums)
+    return data, transposed, amax, _sums(values, sums)
 
 
 @operator_on_any_device(
     "cast_product_blocks",
-    lambda name, x, dy, format, eps, kind, across, sums: tuple(
-        _room(Product(name, x, dy), format, kind, across, False, sums)
+    lambda name, x, dy, format, scale, scale_rounding, eps, across, sums: _allocate(
+        Product(name, x, dy), _of_blocks(format, scale, scale_rounding, eps), across, False, sums
     ),
 )
 def _blocks_op(
@@ -208,18 +202,16 @@ def _blocks_op(
     x: Tensor,
     dy: Tensor | None,
     format: str,
+    scale: str,
+    scale_rounding: str,
     eps: float,
-    kind: str,  # of scales: "float32", "power_of_two", or how E8M0 is rounded
     across: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    product = _contiguous(name, x, dy)
+    product, quantizer = _contiguous(name, x, dy), _of_blocks(format, scale, scale_rounding, eps)
     if _runs(product):
-        data, data_across, inverse, inverse_across, partial_sums = _run(
-            product, None, format, eps, kind, across, False, sums
-        )
-        return data, data_across, inverse, inverse_across, partial_sums
-    quantizer = _quantizer(format, eps, kind)
+        outputs: Any = _run(product, None, quantizer, across, False, sums)
+        return outputs  # type: ignore[no-any-return]
 
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
         data, inverse = numerics.quantize(matrix, quantizer)[:2]
@@ -229,10 +221,17 @@ def _blocks_op(
 
     values = product.values()
     data, inverse = packed(values)
-    turned = data.new_empty(0), inverse.new_empty(0)
+    transposed, inverse_across = data.new_empty(0), inverse.new_empty(0)
     if across:
-        turned = packed(values.t().contiguous())
-    return data, turned[0], inverse, turned[1], _sums(values, sums)
+        transposed, inverse_across = packed(values.t().contiguous())
+    return data, transposed, inverse, inverse_across, _sums(values, sums)
+
+
+def _of_blocks(format: str, scale: str, scale_rounding: str, eps: float) -> Quantizer:
+    """The quantizer that `cast_blocks` was given."""
+    block = (1, 32) if scale == "e8m0" else (1, BLOCK)
+    rules: dict[str, Any] = {"scale": scale, "scale_rounding": scale_rounding}
+    return _quantizer(format=format, block=block, eps=eps, **rules)
 
 
 def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> Product:
@@ -254,7 +253,7 @@ class _Output(NamedTuple):
     dtype: torch.dtype = torch.float32
     zeros: bool = False
 
-    def room(self, x: Tensor) -> Tensor:
+    def allocate(self, x: Tensor) -> Tensor:
         """The tensor, on the device of `x`."""
         if self.zeros:  # of a dtype without numbers
             return x.new_zeros(self.shape, dtype=torch.uint8).view(self.dtype)
@@ -262,40 +261,39 @@ class _Output(NamedTuple):
 
 
 def _outputs(
-    product: Product, format: str, kind: str, across: bool, record: bool, sums: bool
+    product: Product, quantizer: Quantizer | None, across: bool, record: bool, sums: bool
 ) -> dict[str, _Output]:
     """The outputs of an operator, by the names of the kernel's arguments: amaxes by tile, sums by
-    rows of tiles, inverse scales in float32 with their blocks first. For `kind` see `_quantizer`.
-    """
+    rows of tiles, inverse scales in float32 with their blocks first. Without a quantizer, only the
+    amaxes."""
     (rows, columns), (high, wide) = product.shape, _tiles(product)
     amaxes = _Output((high * wide,) if record else (0,))
-    if kind == "none":
+    if quantizer is None:
         return {"amaxes": amaxes}
-    dtype = fp8_format(format).dtype
+    dtype = fp8_format(quantizer.format).dtype
     assert dtype is not None
     outputs = {
         "data": _Output((rows, columns), dtype),
         "transposed": _Output((columns, rows) if across else (0,), dtype),
     }
     blocks_wide, blocks_high = -(-columns // BLOCK), -(-rows // BLOCK)
-    scales = _scales(kind)
-    if scales == "given":
+    if quantizer.per_tensor:
         outputs["amaxes"] = amaxes
-    elif scales == "rows":
-        outputs["inverse"] = _Output((blocks_wide, rows))
-        outputs["inverse_across"] = _Output((blocks_high, columns) if across else (0,))
-    else:
+    elif quantizer.scale == "e8m0":
         size = blocks_wide * blocks_high * MX_TILE
         tiles_fit = rows % BLOCK == 0 and _width(product) % BLOCK == 0
         outputs["inverse"] = _Output((size,), torch.float8_e8m0fnu, not tiles_fit)
         outputs["inverse_across"] = _Output((size * across,), torch.float8_e8m0fnu, not tiles_fit)
+    else:
+        outputs["inverse"] = _Output((blocks_wide, rows))
+        outputs["inverse_across"] = _Output((blocks_high, columns) if across else (0,))
     outputs["sums"] = _Output((high, columns) if sums else (0,))
     return outputs
 
 
-def _room(product: Product, *call: Any) -> tuple[Tensor, ...]:
+def _allocate(product: Product, *call: Any) -> tuple[Tensor, ...]:
     """Tensors for the `_outputs`."""
-    return tuple(output.room(product.x) for output in _outputs(product, *call).values())
+    return tuple(output.allocate(product.x) for output in _outputs(product, *call).values())
 
 
 def _tiles(product: Product) -> tuple[int, int]:
@@ -313,42 +311,22 @@ def _width(product: Product) -> int:
     return product.shape[1] // 2 if two else product.shape[1]
 
 
-def _scales(kind: str) -> str:
-    """The `KernelVariant.scales` of a kind of scales, see `_quantizer`."""
-    if kind in ("given", "none"):
-        return kind
-    return "mx" if kind in get_args(ScaleRounding) else "rows"
-
-
-def _quantizer(format: str, eps: float, kind: str) -> Quantizer:
-    """The quantizer of a kind of scales: "given", "none", "float32", "power_of_two", or how E8M0 is
-    rounded."""
-    rules: dict[str, Any] = {}
-    if (scales := _scales(kind)) == "rows":
-        rules = {"block": (1, BLOCK), "scale": kind, "eps": eps}
-    elif scales == "mx":
-        rules = {"block": (1, 32), "scale": "e8m0", "scale_rounding": kind}
-    return Quantizer(format=format, **rules)
-
-
 class _Kernel:
     """The kernel for products of one kind: the outputs, and the launch."""
 
-    def __init__(
-        self, product: Product, format: str, eps: float, kind: str, *outputs: bool
-    ) -> None:
+    def __init__(self, product: Product, quantizer: Quantizer | None, *outputs: bool) -> None:
         from fp8stack.layers.kernels import triton_kernels
         from fp8stack.layers.kernels.launch import KernelLaunch
 
-        (high, wide), device = _tiles(product), product.x.device
+        high, wide = _tiles(product)
         requested = dict(zip(("across", "record", "sums"), outputs, strict=True))
-        named = _outputs(product, format, kind, *outputs)
+        named = _outputs(product, quantizer, *outputs)
         self._outputs = list(named.values())
         # x stands for the tensors that the kernel does not use.
-        places = {"x": 0, "dy": 1, "scale": 2} | {name: 3 + i for i, name in enumerate(named)}
-        self._in_order = itemgetter(*(places.get(name, 0) for name in _OPERANDS))
-        quantizer, exact = _quantizer(format, eps, kind), converts_exactly(device)
-        compiled_for = product_variant(product, quantizer, _scales(kind), exact, **requested)
+        indices = {"x": 0, "dy": 1, "scale": 2} | {name: 3 + i for i, name in enumerate(named)}
+        self._in_order = itemgetter(*(indices.get(name, 0) for name in _OPERANDS))
+        exact = converts_exactly(product.x.device)
+        compiled_for = product_variant(product, quantizer, exact, **requested)
         sizes = product.x.shape[0], _width(product)
         kernel, constants = triton_kernels.cast_product, {"HOW": compiled_for}
         self._launch = KernelLaunch(kernel, high * wide, sizes, constants, LAUNCH)
@@ -356,7 +334,7 @@ class _Kernel:
     def run(self, product: Product, scale: Tensor | None) -> tuple[Tensor, ...]:
         """Launch it."""
         _, x, dy = product
-        outputs = tuple([output.room(x) for output in self._outputs])
+        outputs = tuple([output.allocate(x) for output in self._outputs])
         inputs = x, x if dy is None else dy, x if scale is None else scale
         self._launch(self._in_order(inputs + outputs))
         return outputs
@@ -367,8 +345,8 @@ _MOST_KERNELS = 4096  # a model has few, but prompts may have any length
 
 
 def _run(product: Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
-    """The `_outputs` of the kernel for a contiguous product that is not empty. `call` is format,
-    eps, kind, see `_quantizer`, and whether across, record and sums are wanted."""
+    """The `_outputs` of the kernel for a contiguous product that is not empty. `call` is the
+    quantizer, None for the amax alone, and whether across, record and sums are requested."""
     name, x, dy = product
     key = name, x.shape, x.dtype, dy if dy is None else dy.dtype, x.device, call
     kernel = _KERNELS.get(key)
@@ -380,10 +358,14 @@ def _run(product: Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ..
 
 
 def product_variant(
-    product: Product, quantizer: Quantizer, scales: str, exact: bool, **requested: bool
+    product: Product, quantizer: Quantizer | None, exact: bool, **requested: bool
 ) -> KernelVariant:
-    """The variant of the kernel for a product; see `variants.KernelVariant`."""
-    name, backward = product.name, product.dy is not None
-    return variant(
-        quantizer, scales, product.x.dtype, exact, name=name, backward=backward, **requested
-    )
+    """The variant of the kernel for a product, without a quantizer for its amax alone; see
+    `variants.KernelVariant`."""
+    scales = "none"
+    if quantizer is not None:
+        in_blocks = "mx" if quantizer.scale == "e8m0" else "rows"
+        scales = "given" if quantizer.per_tensor else in_blocks
+    of_product = {"name": product.name, "backward": product.dy is not None}
+    quantizer = quantizer or _quantizer()
+    return variant(quantizer, scales, product.x.dtype, exact, **of_product, **requested)

@@ -268,8 +268,8 @@ def test_the_operators_are_as_torch_wants_them(name):
         torch.library.opcheck(
             operators.cast_product.default, arguments, test_utils="test_faketensor"
         )
-        for kind in ("float32", "rceil"):
-            blocks = (*product, "e4m3", 0.0, kind, *outputs[1:])
+        for kind in ("float32", "e8m0"):
+            blocks = (*product, "e4m3", kind, "rceil", 0.0, *outputs[1:])
             operator = operators.cast_product_blocks.default
             torch.library.opcheck(operator, blocks, test_utils="test_faketensor")
 
@@ -281,8 +281,9 @@ def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
         operators = torch.ops.fp8stack
         outputs = operators.cast_product("swiglu", x, dy, scale, "e4m3", True, True, True)
         assert [output.shape for output in outputs] == [(256, 384), (384, 256), (4,), (2, 384)]
-        for kind, scales in (("float32", [(3, 256), (2, 384)]), ("rceil", [(3072,), (3072,)])):
-            outputs = operators.cast_product_blocks("cast", x, None, "e4m3", 0.0, kind, True, True)
+        for kind, scales in (("float32", [(3, 256), (2, 384)]), ("e8m0", [(3072,), (3072,)])):
+            fields = "e4m3", kind, "rceil", 0.0
+            outputs = operators.cast_product_blocks("cast", x, None, *fields, True, True)
             shapes = [(256, 384), (384, 256), *scales, (2, 384)]
             assert [output.shape for output in outputs] == shapes
         assert operators.product_amax("swiglu", x, None).shape == (4,)
@@ -325,13 +326,13 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.empty(256, 256, dtype=torch.bfloat16)
     product = Product(name, x, x if backward else None)
-    quantizer = Quantizer(format=format)
-    if scaled == "mx":
-        quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0")
+    quantizer = {
+        "given": Quantizer(format=format),
+        "rows": Quantizer(format=format, block=(1, 128)),
+        "mx": Quantizer(format=format, block=(1, 32), scale="e8m0"),
+    }[scaled]
     record, exact = scaled == "given", capability != 89
-    variant = fused_casts.product_variant(
-        product, quantizer, scaled, exact, sums=backward, record=record
-    )
+    variant = fused_casts.product_variant(product, quantizer, exact, sums=backward, record=record)
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
     types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
     if scaled == "mx":

@@ -184,7 +184,7 @@ def launch_of(name: str) -> tuple[Any, list[Tensor]]:
         kernel, constants, numbers = triton_kernels.transpose_bytes, {"SIZE": 128}, (64, 64, 64, 1)
     elif name == "cast_product":
         variant = fused_casts.product_variant(
-            product("gelu", torch.bfloat16), Quantizer(), "given", exact=True, record=True
+            product("gelu", torch.bfloat16), Quantizer(), exact=True, record=True
         )
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, *[torch.float8_e4m3fn] * 2]
         tensors = [aligned(4096, dtype) for dtype in (*dtypes, *[torch.float32] * 4)]
