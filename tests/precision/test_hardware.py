@@ -21,9 +21,10 @@ import torch
 from rich.console import Console
 
 from fp8stack.common.errors import UserError
-from fp8stack.precision import Hardware, assumed, doctor, hardware, probe, resolve, rules
+from fp8stack.precision import Hardware, assumed, doctor, hardware, probe, resolve
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
+from fp8stack.precision.native_gemms import TORCH_MINIMUM
 from tests.conftest import refusal
 
 XEON = """processor\t: 0
@@ -644,7 +645,7 @@ def test_the_least_versions_are_those_that_the_package_asks_for():
     te = "transformer-engine[pytorch]>={}.{}".format(*TE_MINIMUM)
     assert project["optional-dependencies"]["te"] == [te]
     assert re.search(rf"'{re.escape(te)}'$", TE_REMEDY)
-    assert "torch>={}.{}".format(*rules.TORCH_MINIMUM) in project["dependencies"]
+    assert "torch>={}.{}".format(*TORCH_MINIMUM) in project["dependencies"]
 
 
 # A fake CPU
