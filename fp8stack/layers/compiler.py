@@ -58,7 +58,7 @@ def is_compiled(
     if requested is not None or hardware.device == "cpu":
         return bool(requested), around_te if requested and plan.backend == "te" else ""
     if hardware.other_gpu:
-        untried = f"no compiled code of fp8stack has run on {hardware.other_gpu}"
+        untried = f"no compiled code of fp8stack has run on an {hardware.other_gpu}"
         return False, f"training is not compiled: {untried}; --compile turns it on"
     if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
