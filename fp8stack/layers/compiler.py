@@ -58,7 +58,7 @@ def is_compiled(
     if requested is not None or hardware.device == "cpu":
         return bool(requested), around_te if requested and plan.backend == "te" else ""
     if hardware.other_gpu:
-        untried = f"no compiled code of fp8stack has run on {hardware.other_gpu}"
+        untried = f"no compiled code of fp8stack has run on an {hardware.other_gpu}"
         return False, f"training is not compiled: {untried}; --compile turns it on"
     if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
@@ -87,8 +87,8 @@ def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
         return reason, "choose none, block for less memory, or --backend torch"
     # Scales of gradients would never change. Observed with torch 2.11, not with 2.13; 2.12 is not
     # tested.
-    backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
-    if torch.__version__ < "2.13" and plan.delayed and "emulate" in backends:
+    emulates = plan.backend == "emulate" or plan.emulated_layers
+    if torch.__version__ < "2.13" and plan.delayed and emulates:
         lost = "loses the amaxes of gradients in emulated delayed scaling"
         return f"torch {torch.__version__} {lost}", "pip install 'torch>=2.13'"
     return "", ""

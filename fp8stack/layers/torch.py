@@ -200,7 +200,7 @@ class TorchBackend(Backend):
         """See `GemmBackend.matmul`."""
         if isinstance(a, Scaled) and isinstance(b, Scaled):
             options: dict[str, Any] = {"bias": bias, "fast_accumulation": fast_accumulation}
-            options["in_float32"] = self.plan.slow_scaled_mm
+            options["in_float32"] = self.plan.hardware.slow_scaled_mm
             return scaled_gemm(a, b, out_dtype, **options)
         assert isinstance(a, Emulated)
         assert isinstance(b, Emulated)

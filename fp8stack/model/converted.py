@@ -14,6 +14,7 @@ from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.linear import LowPrecisionLinear, require_no_transform
 from fp8stack.model.converted_experts import linears_of, not_converted
 from fp8stack.precision import LayerPlan, Plan
+from fp8stack.precision.plan import unserved
 
 log = logging.getLogger("fp8stack")
 
@@ -159,7 +160,7 @@ class PlanFollower:
                 updated = replace(updated, fp8=False, precision=UNCHANGED, reason=reason)
         elif layer.quantizers is not None:
             shape = (updated.in_features, updated.out_features)
-            if reason := plan.unserved(layer.name, shape, layer.quantizers):
+            if reason := unserved(plan, layer.name, shape, layer.quantizers):
                 assert isinstance(module, LowPrecisionLinear)
                 module.in_fp8 = False
                 dtype = plan.compute_dtype

@@ -22,7 +22,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.planning import meta
 from fp8stack.planning.steps import TracedStep, merged_steps
 from fp8stack.planning.tracer import Operator, Tracer, section_of
-from fp8stack.precision import Plan
+from fp8stack.precision import Hardware, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,9 @@ def trace(
         UserError: a tensor has more bytes than 64 bits can count.
     """
     kinds = meta.kinds_of(plan) if blocks is None else tuple((index,) for index in blocks)
-    traced = replace(plan, asked="", reasons=(), gpu="")
+    machine = plan.hardware
+    alike = Hardware(other_gpu=machine.other_gpu, slow_scaled_mm=machine.slow_scaled_mm)
+    traced = replace(plan, asked="", reasons=(), hardware=alike)
     rows, chunk = sequences * context, losses.chunk_rows(config.vocabulary)
     if backward:
         chunk = rows

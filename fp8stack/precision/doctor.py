@@ -11,6 +11,7 @@ from fp8stack.common.tables import rich_table
 from fp8stack.common.terminal import printable
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.hardware import TE_REMEDY
+from fp8stack.precision.native_gemms import kind_of
 from fp8stack.precision.rules import shipped
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def show(hardware: Hardware, console: Console) -> None:
         software.append("CUDA {}.{}".format(*hardware.cuda_version))
     unused = ""
     if hardware.te_version and hardware.capability is None:
-        unused = f" (of no use on {hardware.other_gpu or 'a CPU'})"
+        unused = f" (of no use on {kind_of(hardware)})"
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
     write(f"software: {', '.join(software)}")
     compiles = f"no torch.compile: {hardware.compiler_problem}" * bool(hardware.compiler_problem)

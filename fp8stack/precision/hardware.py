@@ -22,7 +22,6 @@ from typing import Any
 
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.precision.gpus import gpu_named, gpu_of_capability
-from fp8stack.precision.other_gpus import APPLE_PROBLEM, OtherGpu, has_apple_gpu, other_gpu
 from fp8stack.precision.system_memory import system_memory_gib
 from fp8stack.precision.toolchain import find_triton_problem
 
@@ -37,8 +36,8 @@ class Hardware:
         has_te: whether Transformer Engine can be used.
         cuda_version: the CUDA version that torch was built for.
         name: the name of the GPU or CPU.
-        other_gpu: the kind of a GPU that is not NVIDIA's, such as "AMD gfx942" or "Intel XPU"; ""
-            on other machines.
+        other_gpu: the kind of a GPU that is not NVIDIA's, "AMD GPU" or "Intel GPU", on which plain
+            torch runs and FP8 is emulated; "" on other machines. No such GPU has run fp8stack.
         cpu_bf16: whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or Arm's BF16
             instructions).
         slow_scaled_mm: whether the CPU's `torch._scaled_mm` is oneDNN's reference code for two
@@ -81,7 +80,7 @@ class Hardware:
         if self.device == "cpu" and pair is not None:
             raise UserError("A CPU has no compute capability: Hardware('cuda', (9, 0)) is a GPU.")
         if self.device == "xpu" and not self.other_gpu:
-            raise UserError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel XPU').")
+            raise UserError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel GPU').")
 
     def __str__(self) -> str:
         if self.device == "cpu":
@@ -103,24 +102,14 @@ def probe(device: str = "auto") -> Hardware:
         UserError: an unknown device, or a GPU where torch finds no usable one.
     """
     if device == "mps":
-        raise UserError(f"{APPLE_PROBLEM}. Use --device cpu.")
+        raise UserError(f"{_NO_FLOAT64.format(_APPLE)}. Use --device cpu.")
     if device not in ("auto", "cpu", "cuda", "xpu"):
         raise UserError(f"No device '{quoted(str(device))}'. Known: auto, cpu, cuda, xpu.")
     if device == "cpu":
         return _probe_cpu()
     if device != "xpu" and _has_cuda():
         return _probe_nvidia(device)
-    gpu = other_gpu(device, _torch_build())
-    if gpu is not None and not gpu.problem:
-        return _with_other_gpu(gpu)
-    if device != "auto":
-        kind = "CUDA" if device == "cuda" else "Intel"
-        problem = gpu.problem if gpu else f"No {kind} GPU is usable by this torch"
-        raise UserError(f"{problem}. Use --device cpu.")
-    problem = gpu.problem if gpu else ""
-    if has_apple_gpu():
-        problem = APPLE_PROBLEM
-    return replace(_probe_cpu(), gpu_problem=problem)
+    return _probe_other(device)
 
 
 def _probe_nvidia(device: str) -> Hardware:
@@ -155,17 +144,37 @@ def _probe_nvidia(device: str) -> Hardware:
     )
 
 
-def _with_other_gpu(gpu: OtherGpu) -> Hardware:
-    """The machine of a GPU that is not NVIDIA's."""
-    return Hardware(
-        gpu.device,
-        name=gpu.name,
-        other_gpu=gpu.kind,
-        memory_gib=gpu.memory_gib,
-        torch_version=_torch_build()["__version__"],
-        te_version=_te_version(),
-        compiler_problem=find_compiler_problem(),
-    )
+_APPLE, _NO_FLOAT64 = "Apple's GPU", "{} has no float64, which training needs"
+
+
+def _probe_other(device: str) -> Hardware:
+    """`probe` where torch finds no GPU of NVIDIA."""
+    name = _APPLE if sys.platform == "darwin" and platform.machine() == "arm64" else ""
+    for where, variable, kind in (("cuda", "hip", "AMD GPU"), ("xpu", "xpu", "Intel GPU")):
+        if device not in ("auto", where) or _torch_build().get(variable) is None:
+            continue
+        import torch
+
+        module: Any = getattr(torch, where)
+        if not module.is_available():
+            continue
+        properties = module.get_device_properties(0)
+        name = properties.name
+        if getattr(properties, "has_fp64", True):
+            return Hardware(
+                where,
+                name=name,
+                other_gpu=kind,
+                memory_gib=round(properties.total_memory / 2**30, 1),
+                torch_version=_torch_build()["__version__"],
+                te_version=_te_version(),
+                compiler_problem=find_compiler_problem(),
+            )
+    problem = _NO_FLOAT64.format(name) if name else ""
+    if device != "auto":
+        problem = problem or f"No {device.upper()} GPU is usable by this torch"
+        raise UserError(f"{problem}. Use --device cpu.")
+    return replace(_probe_cpu(), gpu_problem=problem)
 
 
 def _probe_cpu() -> Hardware:
@@ -294,7 +303,7 @@ def machine_for(
 def _has_cuda() -> bool:
     """Whether torch can use a GPU of NVIDIA."""
     build = _torch_build()
-    if build["hip"] is not None:  # AMD's GPUs are called cuda too, see `other_gpu`
+    if build["hip"] is not None:  # AMD's GPUs are called cuda too
         return False
     if "torch" not in sys.modules and not (build["cuda"] and _has_driver()):
         return False  # the answer of torch.cuda.is_available(), without importing torch

@@ -1,4 +1,5 @@
-"""The FP8 and FP4 GEMMs of GPUs as data, and `kernels_of`, which finds those for quantizers.
+"""The GEMMs of GPUs on FP8 and FP4 operands: which kernel runs the operands of a recipe, by backend
+and compute capability, or the reason that none does. Pure; no torch here.
 
 A GEMM whose operands have no kernel multiplies their values in bf16 or float32. Sources:
 docs.nvidia.com/cuda/cublas for the GEMMs, Transformer Engine 2.20's recipes and their checks.
@@ -6,11 +7,11 @@ docs.nvidia.com/cuda/cublas for the GEMMs, Transformer Engine 2.20's recipes and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import OPERANDS, Quantizers
+from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 
 
 @dataclass(frozen=True)
@@ -32,54 +33,200 @@ class Gpus:
 
 
 FROM_ADA, FROM_HOPPER = Gpus("8.9", (8, 9)), Gpus("9.0", (9, 0))
+HOPPER = Gpus("9.0", (9, 0), (9,))
 BLACKWELL = Gpus("10.x", (10, 0), (10,))
 HOPPER_OR_BLACKWELL = Gpus("9.0 or 10.x", (9, 0), (9, 10))
 ALL_BLACKWELL = Gpus("10.x or 12.x", (10, 0), (10, 12))
-HOPPER_OR_ANY_BLACKWELL = Gpus("9.0, 10.x or 12.x", (9, 0), (9, 10, 12))
+HOPPER_UP = Gpus("9.0, 10.x or 12.x", (9, 0), (9, 10, 12))
 RTX_BLACKWELL = Gpus("12.x", (12, 0), (12,))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kernel:
-    """A kind of GEMM on quantized operands. It needs one of `gpus`, a torch built for `cuda` or
-    later, and on 12.x at least the version `torch_on_12` of torch; in and out features must be
-    divisible by `feature_multiple`."""
+    """A kind of GEMM on quantized operands, see `kernels_of`.
+
+    Attributes:
+        name: the name of the recipe that it is for.
+        gpus: the GPUs that have it.
+        te: those on which Transformer Engine runs it; None where it has no such recipe.
+        torch: those on which torch runs it.
+        cuda: the CUDA version that torch must be built for, at least.
+        torch_on_12: the version of torch that it needs on 12.x, at least.
+        torch_on_cpu: the same on a CPU; None where torch has none for CPUs.
+        te_multiple, torch_multiple: the divisor that a backend requires of in and out features.
+    """
 
     name: str
     gpus: Gpus
+    te: Gpus | None
+    torch: Gpus
     cuda: tuple[int, int] | None = None
     torch_on_12: tuple[int, int] | None = None
-    feature_multiple: int = 16
+    torch_on_cpu: tuple[int, int] | None = None
+    te_multiple: int = 16
+    torch_multiple: int = 16
+
+    def runs_by(self, backend: str, hardware: Hardware) -> bool:
+        """Whether a backend, te or torch, runs it on a machine whose hardware has it."""
+        if backend == "torch" and hardware.capability is None:
+            return self.torch_on_cpu is not None and not hardware.other_gpu
+        gpus = self.torch if backend == "torch" else self.te
+        return gpus is not None and gpus.have(hardware.capability)
 
 
+TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel(name="delayed", gpus=FROM_ADA),
-        Kernel(name="current", gpus=FROM_ADA),
-        Kernel(name="block", gpus=HOPPER_OR_ANY_BLACKWELL, cuda=(12, 9)),
+        #      name       GPUs      by TE     by torch
+        Kernel("delayed", FROM_ADA, FROM_ADA, FROM_ADA, torch_on_cpu=TORCH_MINIMUM),
+        Kernel("current", FROM_ADA, FROM_ADA, FROM_ADA, torch_on_cpu=TORCH_MINIMUM),
+        # On Blackwell, TE runs it as MXFP8 with the block recipe's scales.
+        Kernel("block", HOPPER_UP, HOPPER_UP, HOPPER, cuda=(12, 9), torch_multiple=128),
         # On 12.x, cuBLAS has MXFP8 for the layout of our operands alone, which torch 2.14 allows
         # (pytorch pull request 198126).
         Kernel(
-            name="mxfp8",
-            gpus=ALL_BLACKWELL,
+            *("mxfp8", ALL_BLACKWELL, BLACKWELL, ALL_BLACKWELL),
             cuda=(12, 8),
             torch_on_12=(2, 14),
-            feature_multiple=32,
+            te_multiple=32,
+            torch_multiple=32,
         ),
         # On 12.x, torch 2.10 fails with CUBLAS_STATUS_NOT_SUPPORTED (pytorch issue 192707); 2.15
-        # has CUTLASS's kernel there.
-        Kernel(name="rowwise", gpus=FROM_HOPPER, torch_on_12=(2, 15)),
-        # torch itself checks only for 8.9 or later; cuBLAS has FP4 from CUDA 12.8 on.
-        Kernel(name="nvfp4", gpus=ALL_BLACKWELL, cuda=(12, 8), feature_multiple=32),
+        # has CUTLASS's kernel there. On a CPU, torch 2.11 asserts that there is one scale.
+        Kernel(
+            *("rowwise", FROM_HOPPER, None, FROM_HOPPER),
+            torch_on_12=(2, 15),
+            torch_on_cpu=(2, 12),
+        ),
+        # torch itself checks only for 8.9 or later; cuBLAS has FP4 from CUDA 12.8 on. TE accepts
+        # 12.x too, where its stochastic casts gave gradients of 0 and its Hadamard transforms fail
+        # (TransformerEngine issue 3062, pull request 3281).
+        Kernel(
+            *("nvfp4", ALL_BLACKWELL, BLACKWELL, ALL_BLACKWELL),
+            cuda=(12, 8),
+            te_multiple=32,
+            torch_multiple=32,
+        ),
     )
 }
 
+SCALED_AFTERWARDS = tuple(kernel.name for kernel in KERNELS.values() if kernel.torch_on_cpu)
+"""Kernels that apply scales once, to the final sum: torch's `_scaled_mm`. CPUs have it too, Hopper
+and Ada may accumulate its sums in fewer bits, and torch has it for groups of rows."""
 _FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32
 
-SCALED_AFTERWARDS = ("delayed", "current", "rowwise")
-"""Kernels that apply scales once, to the final sum: torch's `_scaled_mm`. CPUs have it too, and
-Hopper and Ada may accumulate its sums in fewer bits."""
+NO_KERNEL = "no GEMM of the GPU backends takes these operands"
+TWO_E5M2 = "no FP8 unit multiplies E5M2 by E5M2"
+MOST_GROUPS = 1023
+"""The most groups that torch's grouped GEMMs take (ScaledGroupMM.cu and GroupMM.cu of torch 2.8 to
+2.13, which have a CUDA thread for each group)."""
+_BACKENDS = {"te": "Transformer Engine", "torch": "torch"}
+
+
+def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
+    """The reason that a backend, te or torch, runs no linear with these operands on a machine; ""
+    if it does. te needs a kernel for all three GEMMs, torch for one of them."""
+    plain = plain_gemms(quantizers, hardware, backend=backend)
+    if plain and (backend == "te" or len(plain) == len(quantizers.gemms)):
+        return "; ".join(dict.fromkeys(filter(None, plain.values()))) or _NO_TE_RECIPE
+    if backend == "te":
+        if not te_has(quantizers, hardware.capability):
+            return _NO_TE_RECIPE
+        missing = f"Transformer Engine is not installed ({TE_REMEDY})"
+        return "" if hardware.has_te else hardware.te_problem or missing
+    if is_older(version_pair(hardware.torch_version), TORCH_MINIMUM):
+        least = "{}.{}".format(*TORCH_MINIMUM)
+        return (
+            f"the torch backend needs torch {least} or later, this is {hardware.torch_version} "
+            f"(pip install --upgrade 'torch>={least}')"
+        )
+    if any(q.stochastic for place, q in quantizers.each.items() if place.startswith("weight")):
+        return "the torch backend casts a weight once a step, and not at random"
+    return ""
+
+
+# Its `backward_override` has no such operands either: in high precision, TE 2.20.2 multiplies
+# bfloat16 gradients by the float32 weight itself, which no GEMM of cuBLAS does; dequantized, it
+# rounds forward values to bfloat16.
+_NO_TE_RECIPE = "Transformer Engine has no recipe with these operands"
+
+
+def plain_gemms(
+    quantizers: Quantizers, hardware: Hardware, groups: int = 0, backend: str = "torch"
+) -> dict[str, str]:
+    """The GEMMs of a layer that a backend, te or torch, does not multiply in FP8 or FP4, each with
+    the reason, or "" if not both operands are quantized. `groups` is the number of groups of a
+    grouped linear; Transformer Engine has its kernels for groups as well."""
+    plain: dict[str, str] = {}
+    for gemm in quantizers.gemms:
+        if None in quantizers.values(gemm):
+            plain[gemm] = ""
+        elif groups and backend == "torch":
+            if problem := _lacking_in_groups(quantizers, gemm, hardware, groups):
+                plain[gemm] = problem
+        elif problem := _lacking(quantizers, gemm, hardware, backend):
+            plain[gemm] = problem
+    return plain
+
+
+def _lacking(quantizers: Quantizers, gemm: str, hardware: Hardware, backend: str) -> str:
+    """The reason that a backend has no kernel for a GEMM on a machine; "" if it has."""
+    if problem := no_hardware(quantizers.only([gemm])):
+        return problem
+    kernel = KERNELS.get(kernels_of(quantizers)[gemm] or "")
+    if kernel is None:
+        return NO_KERNEL
+    machine, capability = kind_of(hardware), hardware.capability
+    if capability is not None and not kernel.gpus.have(capability):
+        return f"{kernel.name} needs compute capability {kernel.gpus.words}, this is {machine}"
+    if capability is not None and kernel.cuda and is_older(hardware.cuda_version, kernel.cuda):
+        return "{} needs CUDA {}.{}".format(kernel.name, *kernel.cuda)
+    if all(q is not None and q.format == "e5m2" for q in quantizers.values(gemm)):
+        return TWO_E5M2
+    if not kernel.runs_by(backend, hardware):
+        return f"{_BACKENDS[backend]} has no {kernel.name} GEMM on {machine}"
+    least = kernel.torch_on_12 if RTX_BLACKWELL.have(capability) else None
+    least = kernel.torch_on_cpu if capability is None else least
+    if least is not None and is_older(version_pair(hardware.torch_version), least):
+        needed = "{} needs torch {}.{} on".format(kernel.name, *least)
+        return f"{needed} {machine}, this is torch {hardware.torch_version}"
+    return ""
+
+
+def _lacking_in_groups(quantizers: Quantizers, gemm: str, hardware: Hardware, groups: int) -> str:
+    """The reason that torch has no kernel for a GEMM of a grouped linear; "" if it has.
+
+    torch 2.13 (aten/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu): compute capability 9.0 and
+    10.0; sizes divisible by 16; to bfloat16, without a bias; no kernel for CPUs.
+    `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales by row. Of two matrices, as in
+    wgrad, each group needs rows, a multiple of 16. There are no scales in blocks of 128.
+    `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
+    in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
+
+    Transformer Engine 2.20.2 has `GroupedLinear`, see `TEGroupedLinear`.
+    The path with splits on the host, which is used, takes every recipe; it casts all weights, also
+    of groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4:
+    128; `get_align_size_for_quantization`). Its other path, with splits on the device, leaves out
+    delayed scaling, custom recipes and `backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3
+    (Hopper: 13.4, current 13.5, block 13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its
+    Hadamard transform) from 10.0.
+    """
+    if not HOPPER_OR_BLACKWELL.have(hardware.capability) or groups > MOST_GROUPS:
+        gpus = HOPPER_OR_BLACKWELL.words
+        return f"torch's grouped FP8 GEMM is for {MOST_GROUPS} groups at most on {gpus}"
+    takes_forward_values = "forward" in quantizers.gemms[gemm]
+    is_e4m3 = all(q is not None and q.format == "e4m3" for q in quantizers.values(gemm))
+    scaled = kernels_of(quantizers)[gemm] in SCALED_AFTERWARDS
+    if gemm == "wgrad" or takes_forward_values or not is_e4m3 or not scaled:
+        return "torch's grouped FP8 GEMM takes E4M3 with scales by tensor or row, not for wgrad"
+    return ""
+
+
+def plain_in_words(plain: dict[str, str]) -> str:
+    """A sentence about the GEMMs that `plain_gemms` returns."""
+    reason = next(filter(None, plain.values()), "")
+    return f"{' and '.join(plain)} in high precision" + f": {reason}" * bool(reason)
 
 
 def kernels_of(quantizers: Quantizers) -> dict[str, str | None]:
@@ -130,20 +277,26 @@ def _kernel_of_gemm(gemm: str, first: Quantizer, second: Quantizer) -> str | Non
     return "mxfp8" if mx else None
 
 
-def te_has(quantizers: Quantizers) -> bool:
-    """Whether some settings of a recipe of Transformer Engine give these quantizers, which have a
-    kernel: of `NVFP4BlockScaling`, gradients rounded stochastically or not, Hadamard transforms for
-    dw or not, weights in squares or in rows; of the others, one setting for all operands, E4M3 or
-    with gradients in E5M2."""
-    by_operand = quantizers.each
-    if kernel_of(quantizers) != "nvfp4":
-        x, w = by_operand["input"], by_operand["weight"]
+def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
+    """Whether some settings of a recipe of Transformer Engine give these quantizers: of
+    `NVFP4BlockScaling`, gradients rounded stochastically or not, Hadamard transforms for dw or not,
+    weights in squares or in rows; of the others, one setting for all operands, E4M3 or with
+    gradients in E5M2, MXFP8's scales by rceil, and block scales that are powers of two where it
+    runs them as MXFP8."""
+    by_operand, kernel = quantizers.each, kernel_of(quantizers)
+    if kernel is None:
+        return False
+    x, weight = by_operand["input"], by_operand["weight"]
+    if kernel == "mxfp8" and x.scale_rounding != "rceil":
+        return False
+    if kernel == "block" and x.scale != "power_of_two" and ALL_BLACKWELL.have(capability):
+        return False
+    if kernel != "nvfp4":
         settings = {replace(q, format=x.format, block=x.block) for q in by_operand.values()}
         shared = all(quantizers.across(name) == by_operand[name] for name in OPERANDS)
-        return shared and len(settings) == 1 and w.format == x.format
+        return shared and len(settings) == 1 and weight.format == x.format
     rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
     gradient = replace(rows, rounding=by_operand["grad_output"].rounding)
-    weight = by_operand["weight"]
     hadamard = by_operand["grad_output.wgrad"].hadamard
     return quantizers == Quantizers(
         input=rows,
@@ -157,92 +310,24 @@ def te_has(quantizers: Quantizers) -> bool:
 
 def feature_multiple(quantizers: Quantizers, backend: str) -> int:
     """The divisor that a backend's GEMMs require of a layer's in and out features."""
-    kernels = set(filter(None, kernels_of(quantizers).values()))
-    if "block" in kernels and backend == "torch":
-        return 128
-    return max((KERNELS[kernel].feature_multiple for kernel in kernels), default=16)
+    kernels = [KERNELS[name] for name in kernels_of(quantizers).values() if name is not None]
+    multiples = (k.torch_multiple if backend == "torch" else k.te_multiple for k in kernels)
+    return max(multiples, default=16)
 
 
-def lacking_grouped_gemm(
-    backend: str, quantizers: Quantizers, capability: tuple[int, int] | None
-) -> str:
-    """The reason that a backend with a GEMM for these operands has none for groups of rows, whose
-    grouped linears are emulated; "" if it has. By source:
-
-    torch 2.13 (aten/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu): compute capability 9.0 and
-    10.0; sizes divisible by 16; to bfloat16, without a bias; no kernel for CPUs; for the number of
-    groups see `too_many_groups`. `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales
-    by row. Of two matrices, as in wgrad, each group needs rows, a multiple of 16. There are no
-    scales in blocks of 128. `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8,
-    MXFP4 and NVFP4 with scales in blocks of 128 x 4 for each group by itself, in builds with FBGEMM
-    alone: not used.
-
-    Transformer Engine 2.20.2 has `GroupedLinear`, see `TEGroupedLinear`.
-    The path with splits on the host, which is used, takes every recipe; it casts all weights, also
-    of groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4:
-    128; `get_align_size_for_quantization`). Its other path, with splits on the device, leaves out
-    delayed scaling, custom recipes and `backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3
-    (Hopper: 13.4, current 13.5, block 13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its
-    Hadamard transform) from 10.0.
-    """
-    if backend != "torch":
-        return ""
-    if not HOPPER_OR_BLACKWELL.have(capability):
-        return f"torch's grouped FP8 GEMM needs compute capability {HOPPER_OR_BLACKWELL.words}"
-    kernels = kernels_of(quantizers)
-    if len(plain_grouped_gemms(backend, quantizers)) < len(kernels):
-        return ""
-    for kernel in kernels.values():
-        if kernel is not None and kernel not in SCALED_AFTERWARDS:
-            return f"the torch backend has no grouped GEMM for {kernel}"
-    return _GROUPED_TAKES
+def no_hardware(quantizers: Quantizers) -> str:
+    """The reason that no hardware multiplies operands in custom formats; "" without one."""
+    names = quantizers.own_formats
+    return f"no hardware multiplies {' and '.join(names)}" if names else ""
 
 
-MOST_GROUPS = 1023
-"""The most groups that torch's grouped GEMMs take (ScaledGroupMM.cu and GroupMM.cu of torch 2.8 to
-2.13, which have a CUDA thread for each group)."""
+def kind_of(hardware: Hardware) -> str:
+    """The kind of machine, as messages name it."""
+    if hardware.capability is None:
+        return f"an {hardware.other_gpu}" if hardware.other_gpu else "a CPU"
+    return "compute capability {}.{}".format(*hardware.capability)
 
 
-def too_many_groups(backend: str, groups: int) -> str:
-    """The reason that a backend has no GEMM for so many groups of rows, whose grouped linear is
-    emulated; "" if it has."""
-    if backend != "torch" or groups <= MOST_GROUPS:
-        return ""
-    return f"torch's grouped FP8 GEMM takes at most {MOST_GROUPS} groups, not {groups}"
-
-
-def plain_grouped_gemms(backend: str, quantizers: Quantizers) -> dict[str, str]:
-    """The GEMMs of a grouped linear that a backend runs which are not scaled ones, each with the
-    reason, or "" if not both operands are quantized."""
-    if backend != "torch":
-        return {}
-    plain: dict[str, str] = {}
-    kernels = kernels_of(quantizers)
-    for gemm, pair in quantizers.gemms.items():
-        formats = {q and q.format for q in quantizers.values(gemm)}
-        if None in formats:
-            plain[gemm] = ""
-        elif gemm == "wgrad" or formats != {"e4m3"}:
-            plain[gemm] = "torch's takes E4M3 and gives bf16"
-        elif "forward" in pair:
-            plain[gemm] = "it takes forward values"
-        elif kernels[gemm] not in SCALED_AFTERWARDS:
-            plain[gemm] = f"the torch backend has no grouped GEMM for {kernels[gemm] or 'them'}"
-    return plain
-
-
-_GROUPED_TAKES = "torch's grouped FP8 GEMM takes E4M3 alone"
-
-
-def plain_in_words(plain: Mapping[str, str], dtype: str) -> str:
-    """A sentence about the GEMMs of a quantized layer that multiply in `dtype`, see
-    `plain_grouped_gemms`."""
-    by_reason: dict[str, list[str]] = {}
-    for gemm, reason in plain.items():
-        by_reason.setdefault(reason, []).append(gemm)
-    return "; ".join(
-        f"{' and '.join(gemms)} by {dtype} GEMMs on the exact operands: {reason}"
-        if reason
-        else f"{' and '.join(gemms)} in {dtype}: not both operands are quantized"
-        for reason, gemms in by_reason.items()
-    )
+def is_older(version: tuple[int, int] | None, least: tuple[int, int]) -> bool:
+    """Whether a version is older than `least`; an unknown version counts as current."""
+    return version is not None and version < least

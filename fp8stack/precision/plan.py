@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import Quantizers
+from fp8stack.precision import plan_text
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.native_gemms import (
-    feature_multiple,
-    kernel_of,
-    plain_grouped_gemms,
-    plain_in_words,
-    too_many_groups,
-)
-from fp8stack.precision.profit import Shape, doubt, host_doubt
+from fp8stack.precision.hardware import Hardware
+from fp8stack.precision.native_gemms import feature_multiple, plain_gemms, plain_in_words, unable
+from fp8stack.precision.profit import doubt, host_doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe
 from fp8stack.precision.recipe_file import plain
 
@@ -26,10 +22,6 @@ BackendName = Literal["te", "torch", "emulate", "reference"]
 WIDE = 256
 """The number of features from which a CPU with bf16 instructions computes faster in bf16: measured
 on an EPYC and a Xeon with AMX. At 128, steps take 5 to 15 % longer than in fp32."""
-
-
-class OfBackend(str):
-    """A reason for the choice of the FP8 backend, dropped from a plan without FP8 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,28 +101,19 @@ class Plan:
         recipe: the recipe that runs.
         backend: the backend that runs it.
         native: whether the hardware's tensor cores support the requested recipe and run it.
-        device: see `Hardware.device`.
+        hardware: the machine that it was decided for.
+        device: where the model is, by default the hardware's device.
         compute_dtype: the precision of everything that is not quantized.
         wide_dtype: the compute dtype, if most of the work is in wide layers, see `for_layers`; None
             if `compute_dtype` holds for all models.
         reasons: a sentence for each decision that differs from the request.
         strict: whether substitutions are errors.
-        gpu: the name of the GPU, whose rates decide where FP8 pays.
-        delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
-            these layers and the reason.
-        ungrouped: quantizers whose grouped linears are emulated, each with the reason.
-        plain_gemms: quantizers that torch runs, each with the GEMMs that are in no FP8 or FP4 and
-            the reason, or "" if not both operands are quantized.
-        slow_scaled_mm: whether float32 GEMMs replace torch's scaled ones that are slow on this CPU,
-            see `Hardware.slow_scaled_mm`.
-        float32_gemms: whether emulated GEMMs take float32 operands: on a GPU, torch multiplies
-            bfloat16 matrices to float32 for certain on NVIDIA's alone.
         layers: the decisions for linear layers, see `for_layers`.
         doubt: why FP8 may not pay in the model.
         work_outside_linears: multiplications per token with weights outside linears, such as
             experts in one tensor.
-        counted: "GEMM FLOPs" if experts are weighted by the tokens that they receive; "GEMM
-            weights" if that number is unknown and each counts as if it received all tokens.
+        counted: "GEMM FLOPs"; "GEMM weights" if the tokens that experts receive are unknown and
+            each counts as if it received all of them.
         has_quantized_weights: whether weights are those of a quantized folder, so that a GEMM of
             the forward pass counts as FP8 if its input is quantized.
     """
@@ -139,27 +122,17 @@ class Plan:
     recipe: Recipe
     backend: BackendName
     native: bool
+    hardware: Hardware
     device: str
     compute_dtype: ComputeDtype
     wide_dtype: ComputeDtype | None = None
     reasons: tuple[str, ...] = ()
     strict: bool = False
-    gpu: str = ""
-    delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
-    ungrouped: tuple[tuple[Quantizers, str], ...] = ()
-    plain_gemms: tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...] = ()
-    slow_scaled_mm: bool = False
-    float32_gemms: bool = False
-    layers: tuple[LayerPlan, ...] = field(default=())
+    layers: tuple[LayerPlan, ...] = ()
     doubt: str = ""
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
     has_quantized_weights: bool = False
-
-    @property
-    def kernel(self) -> str | None:
-        """The name in `KERNELS` of the GEMM for the recipe's quantizers; None without one."""
-        return None if self.recipe.quantizers is None else kernel_of(self.recipe.quantizers)
 
     @property
     def is_fp8(self) -> bool:
@@ -209,12 +182,14 @@ class Plan:
     def units(self) -> str:
         """The operands of the GEMMs as an argument of `Gpu.peak`: "fp8" or "fp4" where layers run
         natively in FP8 or FP4, else the compute dtype."""
-        table = self.recipe.quantizers if self.runs_fp8 and self.native else None
-        return f"fp{self._native_bits(table)}" if table else self.compute_dtype
+        return f"fp{self.native_bits}" if self.runs_fp8 and self.native else self.compute_dtype
 
-    def _native_bits(self, table: Quantizers) -> int:
+    @property
+    def native_bits(self) -> int:
         """The fewest bits of an element in the GEMMs that the backend multiplies as they are."""
-        plain = dict(dict(self.plain_gemms).get(table, ()))
+        table = self.recipe.quantizers
+        assert table is not None
+        plain = plain_gemms(table, self.hardware) if self.backend == "torch" else {}
         native = [gemm for gemm in table.gemms if gemm not in plain]
         return (table.only(native) if native else table).bits
 
@@ -252,10 +227,8 @@ class Plan:
             grouped: the number of groups of each grouped linear, whose shape is one group's; they
                 run in backends that have GEMMs for them, else they are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-                the layers that native FP8 probably does not speed up on this GPU, or the model, if
-                the host would launch torch's FP8 layers more slowly than the GPU computes; if
-                "auto" chose the recipe, these layers are not in FP8. Requires the GPU's data sheet
-                in `GPUS`.
+                layers and models that native FP8 probably does not speed up on this GPU; if "auto"
+                chose the recipe, they are not in FP8. Requires the GPU's data sheet in `GPUS`.
             compute_dtype: the compute dtype of an emulated recipe, if it was decided before and
                 the recipe does not set it.
 
@@ -263,171 +236,18 @@ class Plan:
             UserError: an exclusion matches no layer; under `strict`, the hardware cannot serve a
                 layer.
         """
-        if self.wide_dtype is not None or compute_dtype is not None:
-            inner = {name: shapes[name] for name in shapes if name not in {*heads, *routers}}
-            return self._with_dtype_for(inner, grouped or {}, compute_dtype).for_layers(
-                shapes, heads, left_out, otherwise, routers=routers, grouped=grouped, tokens=tokens
-            )
-        recipe = self.recipe
-        blocks = block_indices(shapes)
-        if recipe.quantizers is not None:
-            recipe.check_layers(shapes, blocks, heads, routers)
-        router_rules = recipe.rules_of_routers(shapes, routers)
-        layers = []
-        for name, shape in shapes.items():
-            reason, doubted = (left_out or {}).get(name) or "", ""
-            quantizers, recipe_name = None, recipe.name
-            if recipe.quantizers is not None and not reason:
-                place = blocks.get(name), name in heads, name in routers
-                quantizers, recipe_name, reason = recipe.for_layer(name, *place, router_rules)
-            elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
-                reason = "a router, which stays in the model's own precision"
-            groups = (grouped or {}).get(name, 0)
-            if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers, groups)
-                if tokens is not None and not reason and not groups:
-                    doubted = self._doubt((tokens, *shape), quantizers)
-            if doubted and self.asked == "auto":
-                reason, doubted = f"FP8 does not pay for {doubted}", ""
-            if reason:
-                quantizers = None
-            without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason, plain = self._served_by(quantizers, groups)
-            layers.append(
-                LayerPlan(
-                    name=name,
-                    in_features=shape[0],
-                    out_features=shape[1],
-                    fp8=quantizers is not None,
-                    precision=recipe_name if quantizers is not None else without,
-                    reason=reason,
-                    doubt=doubted,
-                    quantizers=quantizers,
-                    backend=backend,
-                    why=backend_reason,
-                    groups=groups,
-                    plain_gemms=plain,
-                )
-            )
-        plan = replace(self, layers=tuple(layers), doubt="")
-        if tokens is not None:
-            plan = replace(plan, doubt=plan._host_doubt(tokens))
-        serves = plan.runs_fp8 and not plan.doubt
-        if self.asked == "auto" and self.is_fp8 and layers and not serves:
-            return plan._without_fp8(left_out or {}).for_layers(
+        left_out, grouped = left_out or {}, grouped or {}
+        inner = {name: shapes[name] for name in shapes if name not in {*heads, *routers}}
+        plan = _with_dtype_for(self, inner, grouped, compute_dtype)
+        layers = _decided(plan, shapes, heads, left_out, otherwise, routers, grouped, tokens)
+        plan = replace(plan, layers=layers, doubt=_host_doubt(plan, layers, tokens))
+        if plan.asked == "auto" and plan.is_fp8 and layers and (plan.doubt or not plan.runs_fp8):
+            return _without_fp8(plan, left_out).for_layers(
                 shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
             )
-        reasons = [
-            reason for reason in self.reasons if plan.runs_fp8 or not isinstance(reason, OfBackend)
-        ]
-        sentences = [layer.sentence for layer in layers if layer.reason or layer.why]
-        new = [sentence for sentence in sentences if sentence not in reasons]
-        return replace(plan, reasons=(*reasons, *new))
-
-    def _with_dtype_for(
-        self,
-        shapes: Mapping[str, tuple[int, int]],
-        grouped: Mapping[str, int],
-        before: ComputeDtype | None,
-    ) -> Plan:
-        """The plan with the compute dtype for layers of these shapes, or with the one that was
-        decided `before`, if it is free."""
-        dtype, reason = self.compute_dtype, ""
-        work = {name: prod(shape) * grouped.get(name, 1) for name, shape in shapes.items()}
-        wide = sum(work[name] for name, shape in shapes.items() if min(shape) >= WIDE)
-        if self.wide_dtype is not None and work and 2 * wide >= sum(work.values()):
-            dtype = self.wide_dtype
-            reason = f"for which this CPU has instructions: layers are {WIDE} wide or more"
-            reason = f"computes in {dtype}, {reason}"
-        free = self.backend == "emulate" and not self.recipe.compute_dtype and self.device == "cpu"
-        if before not in (None, dtype) and free:
-            dtype, reason = before, f"computes in {before} as it began; {dtype} is faster here"
-        reasons = (*self.reasons, *([OfBackend(reason)] if reason else []))
-        return replace(self, compute_dtype=dtype, wide_dtype=None, reasons=reasons)
-
-    def _served_by(
-        self, quantizers: Quantizers | None, groups: int = 0
-    ) -> tuple[BackendName | None, str, tuple[str, ...]]:
-        """The backend for a layer with these quantizers, None for the plan's backend; the reason
-        for it, or for the GEMMs that are in no FP8; and these GEMMs. `groups` is the number of
-        groups of a grouped linear."""
-        if quantizers is None:
-            return None, "", ()
-        delegates = {table: (backend, reason) for table, backend, reason in self.delegated}
-        backend, reason = delegates.get(quantizers, (None, ""))
-        plain = of_linears = dict(dict(self.plain_gemms).get(quantizers, ()))
-        if groups:
-            problem = dict(self.ungrouped).get(quantizers, "")
-            problem = problem or too_many_groups(backend or self.backend, groups)
-            if problem:
-                return "emulate", f"{problem}: emulated", ()
-            plain = plain_grouped_gemms(backend or self.backend, quantizers)
-        # The plan's reasons name those of linears with the recipe's own quantizers.
-        if plain and not (quantizers == self.recipe.quantizers and plain == of_linears):
-            words = plain_in_words(plain, self.compute_dtype)
-            reason = "; ".join(filter(None, (reason, words)))
-        return backend, reason, tuple(plain)
-
-    def _without_fp8(self, left_out: Collection[str]) -> Plan:
-        """The plan that "auto" gives if no layer can run in FP8, or if FP8 does not pay in the
-        model."""
-        dtype = self.compute_dtype
-        reason = f"auto stands for {self.recipe.name} here, and no layer would run in it: {dtype}"
-        layers = [replace(la, precision=dtype) for la in self.layers if la.name not in left_out]
-        if self.doubt:
-            name = self.recipe.name
-            reason = f"auto is {dtype} and not {name}, which does not pay for {self.doubt}"
-            layers = []
-        return replace(
-            self,
-            recipe=plain(dtype, self.recipe),
-            backend="reference",
-            native=True,
-            reasons=(*self.reasons, reason, *_grouped(layers)),
-            layers=(),
-            doubt="",
-        )
-
-    def unserved(
-        self, name: str, shape: tuple[int, int], quantizers: Quantizers, groups: int = 0
-    ) -> str:
-        """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
-        `groups` is the number of groups of a grouped linear.
-
-        Raises:
-            UserError: it cannot, under `strict`.
-        """
-        delegate, problem, plain = self._served_by(quantizers, groups)
-        if delegate == "emulate" and self.strict:
-            raise UserError(f"--strict: {name} does not run as asked: {problem}.")
-        backend = delegate or self.backend
-        if backend == "emulate":
-            return ""  # the emulator pads
-        scaled = quantizers.only([gemm for gemm in quantizers.gemms if gemm not in plain])
-        multiple = feature_multiple(scaled, backend)
-        for side, size in zip(("in", "out"), shape, strict=True):
-            if size % multiple:
-                problem = f"{size} {side} features, not divisible by {multiple}"
-                if self.strict:
-                    raise UserError(f"--strict: {name} cannot run in FP8: {problem}.")
-                return problem
-        return ""
-
-    def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
-        """The reason that native FP8 probably does not speed up a GEMM of this shape, or ""."""
-        backend, _, plain = self._served_by(quantizers)
-        if self.device != "cuda" or (backend or self.backend) == "emulate":
-            return ""  # emulation is for the numerics, not for speed
-        gemms = len(quantizers.gemms) - len(plain)
-        return doubt(shape, quantizers, find_gpu(self.gpu), gemms)
-
-    def _host_doubt(self, tokens: int) -> str:
-        """The reason that the host probably delays passes of so many tokens, or "". It counts the
-        layers that torch multiplies in FP8 on a GPU."""
-        by_torch = [la for la in self.layers if la.fp8 and self.backend_of(la) == "torch"]
-        work = tokens * sum(layer.work for layer in self.layers)
-        gpu = find_gpu(self.gpu) if self.device == "cuda" else None
-        return host_doubt(work, len(self.layers), len(by_torch), gpu)
+        reasons = plan.reasons if plan.runs_fp8 or not plan.is_fp8 else _machine_reasons(plan)
+        of_layers = (layer.sentence for layer in layers if layer.reason or layer.why)
+        return replace(plan, reasons=tuple(dict.fromkeys((*reasons, *of_layers))))
 
     def backend_of(self, layer: LayerPlan) -> BackendName:
         """The backend that runs `layer`."""
@@ -440,77 +260,12 @@ class Plan:
 
     def emulated_dtype(self, layer: LayerPlan) -> ComputeDtype:
         """The dtype of a quantized layer's operands in emulated GEMMs: the compute dtype if it
-        represents their values exactly and, on a CPU, the GEMMs may round to it; else float32."""
+        represents their values exactly and, on a CPU, the GEMMs may round to it; else float32, as
+        on GPUs of other makers, where torch may not multiply bfloat16 matrices to float32."""
         quantizers = layer.emulated
         on_cpu = self.device == "cpu"
         exact = quantizers.by_bf16_gemms if on_cpu else quantizers.exact_in_bf16
-        return self.compute_dtype if exact and not self.float32_gemms else "fp32"
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes on models and layers that run in FP8 although it may not be faster, and on emulated
-        layers of sizes that a GPU's FP8 GEMMs do not take; layers that differ only in their block
-        are listed once."""
-        notes = [f"FP8 may not pay for {self.doubt}"] if self.doubt else []
-        if kinds := _doubts(self.layers):
-            count = sum(bool(layer.doubt) for layer in self.layers)
-            notes.append(f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}")
-        odd = [replace(la, doubt=self._odd_size(la)) for la in self.layers]
-        if kinds := _doubts(odd):
-            notes.append(f"emulated here, but on a GPU not in {self.recipe.name}: {kinds}")
-        return notes
-
-    def _odd_size(self, layer: LayerPlan) -> str:
-        """The reason that no GPU runs this layer, which a CPU emulates, in FP8; "" if one does."""
-        quantizers = layer.quantizers
-        emulated = self.device == "cpu" and self.backend_of(layer) == "emulate" and layer.fp8
-        if not emulated or quantizers is None or layer.groups or kernel_of(quantizers) is None:
-            return ""
-        multiple = feature_multiple(quantizers, "te")
-        sides = (("in", layer.in_features), ("out", layer.out_features))
-        odd = [f"{size} {side} features" for side, size in sides if size % multiple]
-        return f"{' and '.join(odd)}, not divisible by {multiple}" if odd else ""
-
-    def layer(self, name: str) -> LayerPlan:
-        """The decision for the layer `name`, or for the grouped linear of the group
-        `<path>.<number>`."""
-        path, _, number = name.rpartition(".")
-        group_of = path if number.isdigit() else None
-        return next(
-            layer
-            for layer in self.layers
-            if layer.name == name or (layer.groups and layer.name == group_of)
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(self.summary())
-
-    def summary(self, *, forward: bool = False) -> list[str]:
-        """The plan in a few lines, as printed at the start of a run. With `forward`, the share of
-        FP8 counts the GEMMs of a forward pass alone."""
-        bits = self._native_bits(self.recipe.quantizers) if self.recipe.quantizers else 8
-        emulated = "fp32" if self.float32_gemms else self.compute_dtype
-        method = {
-            "reference": "plain torch",
-            "emulate": f"emulated by {emulated} GEMMs on the exact operands",
-            "torch": f"FP{bits} GEMMs by torch's scaled_mm",
-            "te": f"FP{bits} GEMMs by Transformer Engine",
-        }[self.backend]
-        if self.is_fp8 and not self.runs_fp8:
-            method = f"with no layer in {self._formats}"
-        request = f"{self.asked} -> " if self.asked != self.recipe.name else ""
-        lines = [f"plan: {request}{self.recipe.name}, {method}, on {self.device}"]
-        of_layers = {layer.sentence for layer in self.layers if layer.reason or layer.why}
-        delegated = _grouped(self.layers, "why")
-        reasons = [reason for reason in self.reasons if reason not in of_layers]
-        lines += [f"  because {reason}" for reason in (*reasons, *delegated)]
-        sentences = _grouped(self.layers)
-        if self.is_fp8 and self.layers:
-            lines.append("; ".join([self._headline(forward), *sentences]))
-        else:
-            lines += [f"  {sentence}" for sentence in sentences]
-        lines += [f"note: {note}" for note in self.notes]
-        return [*lines, *self._beside_layers()]
+        return self.compute_dtype if exact and not self.hardware.other_gpu else "fp32"
 
     @property
     def fp8_share(self) -> float:
@@ -532,81 +287,204 @@ class Plan:
         total = sum(layer.work for layer in self.layers) + self.work_outside_linears
         return work / total if total else 0.0
 
+    def layer(self, name: str) -> LayerPlan:
+        """The decision for the layer `name`, or for the grouped linear of the group
+        `<path>.<number>`."""
+        path, _, number = name.rpartition(".")
+        group_of = path if number.isdigit() else None
+        layers = self.layers
+        return next(la for la in layers if la.name == name or (la.groups and la.name == group_of))
+
     @property
-    def _formats(self) -> str:
-        """The formats of the quantized operands in words, such as "FP8", "FP4 and FP8", "e3m4"."""
-        tables = self.tables or self.recipe.tables
-        names = {name for table in tables for name in table.own_formats or (f"FP{table.bits}",)}
-        return " and ".join(sorted(names))
+    def notes(self) -> list[str]:
+        """See `plan_text.notes`."""
+        return plan_text.notes(self)
 
-    def _headline(self, forward: bool) -> str:
-        share = self.forward_share if forward else self.fp8_share
-        percent = f"{100 * share:.0f}"
-        if percent == "100" and share < 1:
-            percent = ">99"
-        if percent == "0" and share > 0:
-            percent = "<1"
-        linears = [layer.fp8 for layer in self.layers if not layer.groups]
-        groups = [layer.fp8 for layer in self.layers if layer.groups]
-        kinds = [
-            f"{sum(in_fp8)} of {len(in_fp8)} {noun}{'s' * (len(in_fp8) != 1)}"
-            for noun, in_fp8 in (("linear", linears), ("expert group", groups))
-            if in_fp8
-        ]
-        return f"{self._formats}: {percent} % of {self.counted} ({', '.join(kinds)})"
+    def __str__(self) -> str:
+        return "\n".join(self.summary())
 
-    def _beside_layers(self) -> Iterator[str]:
-        """Sentences about attention and the residual stream, if the recipe sets their precision."""
-        if self.attention_precision != self.compute_dtype:
-            yield f"attention: {self.attention_precision}, the recipe says so"
-        if self.recipe.residual != "fp32":
-            yield f"residual stream: {self.recipe.residual}, the recipe says so"
+    def summary(self, *, forward: bool = False) -> list[str]:
+        """See `plan_text.summary`."""
+        return plan_text.summary(self, forward)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data, which is stored with every run and checkpoint."""
-        return {
-            "asked": self.asked,
+        names = ("asked", "backend", "native", "device", "compute_dtype", "loss_scaling", "notes")
+        return {name: getattr(self, name) for name in names} | {
             "recipe": self.recipe.to_json(),
-            "backend": self.backend,
-            "native": self.native,
-            "device": self.device,
-            "compute_dtype": self.compute_dtype,
             "attention": self.attention_precision,
-            "loss_scaling": self.loss_scaling,
-            "reasons": [*self.reasons, *self._beside_layers()],
-            "notes": self.notes,
+            "reasons": [*self.reasons, *plan_text.beside_layers(self)],
             "layers": [layer.to_json() for layer in self.layers],
         }
 
 
-def _groups(
-    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt", "why"]
-) -> Iterator[tuple[str, list[LayerPlan]]]:
-    """Group the layers whose `attribute` is set; layers that differ only in their block's number
-    are in one group. Yields the group's name for messages and its layers."""
-    groups: dict[tuple[str, str, str], list[LayerPlan]] = {}
-    for layer in layers:
-        if sentence := getattr(layer, attribute):
-            pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
-            groups.setdefault((pattern, layer.precision, sentence), []).append(layer)
-    for (pattern, *_), group in groups.items():
-        yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
+def _with_dtype_for(
+    plan: Plan,
+    shapes: Mapping[str, tuple[int, int]],
+    grouped: Mapping[str, int],
+    before: ComputeDtype | None,
+) -> Plan:
+    """The plan with the compute dtype for layers of these shapes, or with the one that was
+    decided `before`, if it is free."""
+    dtype, reason = plan.compute_dtype, ""
+    work = {name: prod(shape) * grouped.get(name, 1) for name, shape in shapes.items()}
+    wide = sum(work[name] for name, shape in shapes.items() if min(shape) >= WIDE)
+    if plan.wide_dtype is not None and work and 2 * wide >= sum(work.values()):
+        dtype = plan.wide_dtype
+        reason = f"for which this CPU has instructions: layers are {WIDE} wide or more"
+        reason = f"computes in {dtype}, {reason}"
+    free = plan.backend == "emulate" and not plan.recipe.compute_dtype and plan.device == "cpu"
+    if before not in (None, dtype) and free:
+        dtype, reason = before, f"computes in {before} as it began; {dtype} is faster here"
+    reasons = (*plan.reasons, *filter(None, [reason]))
+    return replace(plan, compute_dtype=dtype, wide_dtype=None, reasons=reasons)
 
 
-def _doubts(layers: Iterable[LayerPlan]) -> str:
-    """The doubts about layers, each after the names of its layers."""
-    names: dict[str, list[str]] = {}
-    for name, group in _groups(layers, "doubt"):
-        names.setdefault(group[0].doubt, []).append(name)
-    return "; ".join(f"{', '.join(of_doubt)}, {doubt}" for doubt, of_doubt in names.items())
+def _decided(
+    plan: Plan,
+    shapes: Mapping[str, tuple[int, int]],
+    heads: Collection[str],
+    left_out: Mapping[str, str],
+    otherwise: str | None,
+    routers: Collection[str],
+    grouped: Mapping[str, int],
+    tokens: int | None,
+) -> tuple[LayerPlan, ...]:
+    """The decisions for layers, see `Plan.for_layers`."""
+    recipe, blocks = plan.recipe, block_indices(shapes)
+    if recipe.quantizers is not None:
+        recipe.check_layers(shapes, blocks, heads, routers)
+    router_rules = recipe.rules_of_routers(shapes, routers)
+    layers = []
+    for name, (in_features, out_features) in shapes.items():
+        quantizers, precision, reason = None, recipe.name, left_out.get(name, "")
+        if recipe.quantizers is not None and not reason:
+            place = blocks.get(name), name in heads, name in routers
+            quantizers, precision, reason = recipe.for_layer(name, *place, router_rules)
+        elif name in routers and not reason and plan.compute_dtype in ("bf16", "fp16"):
+            reason = "a router, which stays in the model's own precision"
+        layer = LayerPlan(
+            name=name,
+            in_features=in_features,
+            out_features=out_features,
+            fp8=quantizers is not None,
+            precision=precision,
+            reason=reason,
+            quantizers=quantizers,
+            groups=grouped.get(name, 0),
+        )
+        if layer.fp8:
+            layer = _on_hardware(plan, layer, tokens)
+        if not layer.fp8:
+            changed = otherwise if layer.reason else None
+            layer = replace(layer, precision=changed or plan.compute_dtype)
+        layers.append(layer)
+    return tuple(layers)
 
 
-def _grouped(
-    layers: Iterable[LayerPlan], attribute: Literal["reason", "why"] = "reason"
-) -> list[str]:
-    """The reasons for layers without FP8, or for layers of another backend than the plan's; a
-    sentence for each group of equal layers."""
-    return [replace(group[0], name=name).sentence for name, group in _groups(layers, attribute)]
+def _on_hardware(plan: Plan, layer: LayerPlan, tokens: int | None) -> LayerPlan:
+    """The decision for a layer that the recipe quantizes. `tokens` as for `for_layers`."""
+    assert layer.quantizers is not None
+    shape, doubted = (layer.in_features, layer.out_features), ""
+    backend, reason, high_precision = _served_by(plan, layer.quantizers, layer.groups)
+    problem = unserved(plan, layer.name, shape, layer.quantizers, layer.groups)
+    # Emulation is for the numerics, not for speed.
+    if tokens is not None and not problem and not layer.groups and backend != "emulate":
+        gpu = find_gpu(plan.hardware.name) if plan.device == "cuda" else None
+        count = len(layer.quantizers.gemms) - len(high_precision)
+        doubted = doubt((tokens, *shape), layer.quantizers, gpu, count)
+    if doubted and plan.asked == "auto":
+        problem = f"FP8 does not pay for {doubted}"
+    if problem:
+        return replace(layer, fp8=False, quantizers=None, reason=problem)
+    return replace(
+        layer,
+        doubt=doubted,
+        backend=None if backend == plan.backend else backend,
+        why=reason,
+        plain_gemms=high_precision,
+    )
+
+
+def _served_by(
+    plan: Plan, quantizers: Quantizers, groups: int
+) -> tuple[BackendName, str, tuple[str, ...]]:
+    """The backend for a layer with these quantizers, the reason if that is not the plan's or if
+    some GEMMs are in no FP8, and these GEMMs. `groups` is the number of groups of a grouped
+    linear."""
+    backend, reasons = plan.backend, []
+    is_recipes = quantizers == plan.recipe.quantizers
+    if backend in ("te", "torch") and not is_recipes:
+        if problem := unable("torch", quantizers, plan.hardware):
+            return "emulate", f"{problem}: emulated", ()
+        if backend == "te":
+            backend, reasons = "torch", ["Transformer Engine runs one recipe in a model"]
+    if backend != "torch":
+        return backend, "", ()
+    plain = plain_gemms(quantizers, plan.hardware, groups)
+    if len(plain) == len(quantizers.gemms):
+        problem = next(filter(None, plain.values()), "no GEMM is quantized")
+        return "emulate", f"{problem}: emulated", ()
+    # The plan's reasons name those of linears with the recipe's own quantizers.
+    if plain and not (is_recipes and plain == plain_gemms(quantizers, plan.hardware)):
+        reasons.append(plain_in_words(plain))
+    return backend, "; ".join(reasons), tuple(plain)
+
+
+def unserved(
+    plan: Plan, name: str, shape: tuple[int, int], quantizers: Quantizers, groups: int = 0
+) -> str:
+    """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
+    `groups` is the number of groups of a grouped linear.
+
+    Raises:
+        UserError: it cannot, under `strict`.
+    """
+    backend, problem, plain = _served_by(plan, quantizers, groups)
+    if backend == "emulate":  # which pads
+        if plan.strict and plan.backend != "emulate":
+            raise UserError(f"--strict: {name} does not run as asked: {problem}.")
+        return ""
+    scaled = quantizers.only([gemm for gemm in quantizers.gemms if gemm not in plain])
+    problem = plan_text.indivisible(shape, feature_multiple(scaled, backend))
+    if problem and plan.strict:
+        raise UserError(f"--strict: {name} cannot run in FP8: {problem}.")
+    return problem
+
+
+def _host_doubt(plan: Plan, layers: Collection[LayerPlan], tokens: int | None) -> str:
+    """The reason that the host probably delays passes of so many tokens, or "". It counts the
+    layers that torch multiplies in FP8 on a GPU."""
+    if tokens is None or plan.device != "cuda":
+        return ""
+    by_torch = [la for la in layers if la.fp8 and plan.backend_of(la) == "torch"]
+    work = tokens * sum(layer.work for layer in layers)
+    return host_doubt(work, len(layers), len(by_torch), find_gpu(plan.hardware.name))
+
+
+def _machine_reasons(plan: Plan) -> tuple[str, ...]:
+    """The reasons that hold without a layer in FP8 as well."""
+    problem = plan.hardware.gpu_problem
+    return tuple(reason for reason in plan.reasons if problem and reason.startswith(problem))
+
+
+def _without_fp8(plan: Plan, left_out: Collection[str]) -> Plan:
+    """The plan that "auto" gives if no layer can run in FP8, or if FP8 does not pay in the
+    model."""
+    dtype, name, layers = plan.compute_dtype, plan.recipe.name, []
+    reason = f"auto is {dtype} and not {name}, which does not pay for {plan.doubt}"
+    if not plan.doubt:
+        reason = f"auto stands for {name} here, and no layer would run in it: {dtype}"
+        layers = [replace(la, precision=dtype) for la in plan.layers if la.name not in left_out]
+    return replace(
+        plan,
+        recipe=plain(dtype, plan.recipe),
+        backend="reference",
+        native=True,
+        reasons=(*_machine_reasons(plan), reason, *plan_text.sentences(layers)),
+        layers=(),
+        doubt="",
+    )
 
 
 def block_indices(names: Iterable[str]) -> dict[str, BlockIndex]:

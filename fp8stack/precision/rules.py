@@ -6,49 +6,36 @@ that is not native and every layer that is not in FP8 adds a sentence to the pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UnservedAttention, UserError, described, unknown
 from fp8stack.common.formats import FORMATS
-from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
-from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
+from fp8stack.precision.hardware import Hardware
 from fp8stack.precision.native_gemms import (
-    ALL_BLACKWELL,
     BLACKWELL,
     KERNELS,
-    RTX_BLACKWELL,
+    NO_KERNEL,
+    TWO_E5M2,
+    is_older,
     kernel_of,
     kernels_of,
-    lacking_grouped_gemm,
-    te_has,
+    kind_of,
+    no_hardware,
+    plain_gemms,
+    plain_in_words,
+    unable,
 )
-from fp8stack.precision.other_gpus import no_fp8_units
-from fp8stack.precision.plan import BackendName, OfBackend, Plan
+from fp8stack.precision.plan import BackendName, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe
 from fp8stack.precision.recipe_file import load_recipe
-from fp8stack.precision.torch_gemms import (
-    NO_GEMM,
-    SLOW_GEMM,
-    gemms_in_words,
-    is_older,
-    kind_of,
-    lacking_hardware,
-    plain_gemms,
-    slow_gemms,
-    too_special,
-    unable_in_all_gemms,
-    without_hardware,
-)
 
 # The order in which "auto" tries the backends for FP8. Nothing is measured yet; Transformer Engine
 # has been in use longest. Put the figures of `python -m bench gpu` here.
 PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
-NO_CUDA = "Transformer Engine needs a CUDA GPU"
-TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
 
 
 def resolve(
@@ -110,8 +97,7 @@ def resolve(
         )
     # A substitute recipe keeps the requested attention and residual stream.
     final_recipe = plan.recipe.model_copy(update=chosen.beside_linears)
-    gpu = "" if hardware.device == "cpu" else hardware.name
-    return replace(plan, recipe=final_recipe, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
+    return replace(plan, recipe=final_recipe, strict=strict, reasons=notes + plan.reasons)
 
 
 def shipped() -> list[str]:
@@ -180,7 +166,8 @@ def _resolve_plain(
         )
         recipe = load_recipe(runs)
     if backend not in ("auto", "reference"):
-        lacking = f"{NO_CUDA}, and " if backend == "te" and capability is None else ""
+        no_gpu = backend == "te" and capability is None
+        lacking = "Transformer Engine needs a CUDA GPU, and " if no_gpu else ""
         reason = f"{lacking}{recipe.name} has no FP8 GEMM: the reference backend runs it"
         substitutions.append(reason)
     plan = Plan(
@@ -188,6 +175,7 @@ def _resolve_plain(
         recipe=recipe,
         backend="reference",
         native=not notes and runs == dtype,
+        hardware=hardware,
         device=hardware.device,
         compute_dtype=runs,
         reasons=tuple(substitutions + notes),
@@ -207,97 +195,83 @@ def _resolve_fp8(
 ) -> tuple[Plan, str]:
     """The plan for an FP8 recipe (native, emulated, or without FP8), and a sentence about the
     substitution or ""."""
-    capability = hardware.capability
-    quantizers = recipe.quantizers
-    assert quantizers is not None
-
-    def planned(
-        backend: BackendName, reason: str = "", *, substitutes: bool = True
-    ) -> tuple[Plan, str]:
-        """The plan with `backend`, and `reason` if the backend substitutes the requested one."""
-        native = backend != "emulate" and capability is not None
-        dtype, wide_dtype, refused = _compute_dtypes(recipe, backend, hardware)
-        reasons = [OfBackend(reason)] if reason else []
-        if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
-            slow = f"its casts are slower than they could be: {hardware.numba_problem}"
-            reasons.append(OfBackend(slow))
-        delegated = _delegated(recipe, backend, hardware)
-        reasons += [OfBackend(refused)] * bool(refused)
-        plain = {} if backend != "torch" else plain_gemms(quantizers, hardware)
-        if plain:
-            sentence = gemms_in_words(quantizers, plain, dtype)
-            reasons.append(OfBackend(sentence))
-            if any(plain.values()):  # quantized operands, but no GEMM for them
-                reason, substitutes = "; ".join(filter(None, (reason, sentence))), True
-        replaced = slow_gemms(recipe.tables, hardware) if backend == "torch" else []
-        if replaced:
-            gemms = " and ".join(replaced)
-            reasons.append(OfBackend(f"{gemms} by fp32 GEMMs on the same bytes: {SLOW_GEMM}"))
-        plan = Plan(
-            asked=requested,
-            recipe=recipe,
-            backend=backend,
-            native=native,
-            device=hardware.device,
-            compute_dtype=dtype,
-            wide_dtype=wide_dtype,
-            reasons=tuple(reasons),
-            delegated=delegated,
-            ungrouped=_ungrouped(recipe, backend, delegated, hardware),
-            plain_gemms=_plain_by_table(recipe, backend, delegated, hardware),
-            slow_scaled_mm=bool(replaced),
-            float32_gemms=bool(hardware.other_gpu),
-        )
-        return plan, (reason if substitutes else "") or refused
-
-    if backend == "emulate":
-        return planned("emulate", "emulated, as --backend emulate asks", substitutes=False)
-    if not quantizers.each:
-        return planned("emulate", f"{recipe.name} quantizes no operand: emulated")
-    if backend == "reference":
-        reason = f"the reference backend has no FP8, which {recipe.name} asks for"
+    assert recipe.quantizers is not None
+    chosen, reason, substitutes = _choose_backend(recipe, hardware, backend, without)
+    if chosen == "reference":
         return _without_fp8(requested, reason, hardware)
-    unable: dict[str, str] = {name: _unable(name, quantizers, hardware) for name in PREFERENCE}
+    dtype, wide_dtype, refused = _compute_dtypes(recipe, chosen, hardware)
+    plain = plain_gemms(recipe.quantizers, hardware) if chosen == "torch" else {}
+    gemms = plain_in_words(plain) if plain else ""
+    slow_casts = slow_gemms = ""
+    if chosen == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
+        slow_casts = f"its casts are slower than they could be: {hardware.numba_problem}"
+    if chosen == "torch" and hardware.slow_scaled_mm and _by_tensor(recipe):
+        slow_gemms = "fp32 GEMMs multiply operands of one format, for which scaled_mm is slow here"
+    substitutions = [reason if substitutes else "", gemms if any(plain.values()) else "", refused]
+    plan = Plan(
+        asked=requested,
+        recipe=recipe,
+        backend=chosen,
+        native=chosen != "emulate" and hardware.capability is not None,
+        hardware=hardware,
+        device=hardware.device,
+        compute_dtype=dtype,
+        wide_dtype=wide_dtype,
+        reasons=tuple(filter(None, (reason, slow_casts, refused, gemms, slow_gemms))),
+    )
+    return plan, "; ".join(filter(None, substitutions))
+
+
+def _choose_backend(
+    recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
+) -> tuple[BackendName, str, bool]:
+    """The backend for an FP8 recipe, "reference" where nothing runs it; the reason, if it has one;
+    and whether that is a substitution."""
+    quantizers, capability = recipe.quantizers, hardware.capability
+    assert quantizers is not None
+    if backend == "emulate":
+        return "emulate", "emulated, as --backend emulate asks", False
+    if backend == "reference":
+        return "reference", f"the reference backend has no FP8, which {recipe.name} asks for", True
     if capability is None:
-        lacking = f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
-        if hardware.other_gpu:
-            bits, kind = quantizers.bits, hardware.other_gpu
-            this = no_fp8_units(kind) if bits == 8 else f"this is {kind}"
-            lacking = f"{recipe.name} needs an FP{bits} GPU of NVIDIA, {this}"
+        nvidia = " of NVIDIA" * bool(hardware.other_gpu)
+        needs = f"{recipe.name} needs an FP{quantizers.bits} GPU{nvidia}"
+        problem = f"{needs} and this is {kind_of(hardware)}"
         if not any(kernels_of(quantizers).values()):
-            lacking = NO_GEMM
-        problem = unable.get(backend, without_hardware(quantizers) or lacking)
-        if not problem:
-            reason = "torch's scaled_mm on a CPU, as --backend torch asks"
-            return planned("torch", reason, substitutes=False)
-        return planned("emulate", f"{problem}: emulated, same bytes and scales")
-    unable = {name: problem or without.get(name, "") for name, problem in unable.items()}
-    able = [name for name in PREFERENCE if not unable[name]]
+            problem = NO_KERNEL
+        problem = no_hardware(quantizers) or problem
+        if backend == "torch" and not hardware.other_gpu:
+            problem = unable("torch", quantizers, hardware)
+            if not problem:
+                return "torch", "torch's scaled_mm on a CPU, as --backend torch asks", False
+        return "emulate", f"{problem}: emulated, same bytes and scales", True
+    problems: dict[str, str] = {
+        name: unable(name, quantizers, hardware) or without.get(name, "") for name in PREFERENCE
+    }
+    able = [name for name in PREFERENCE if not problems[name]]
     if not able:
-        problem = "; ".join(dict.fromkeys(unable.values()))
+        problem = "; ".join(dict.fromkeys(problems.values()))
         # On GPUs with bf16, emulation is nearly as fast as bf16: worth it where nothing else is
-        # exact. A format of one's own is for study: it is emulated on every GPU.
-        special = capability >= (8, 9) and too_special(quantizers)
+        # exact. A custom format is for study: it is emulated on every GPU.
+        special = capability >= (8, 9) and TWO_E5M2 in problem
         is_for_study = kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)
         if special or is_for_study or quantizers.own_formats:
-            dtype = _compute_dtypes(recipe, "emulate", hardware)[0]
-            return planned("emulate", f"{problem}: emulated by {dtype} GEMMs on the exact operands")
-        return _without_fp8(requested, problem, hardware)
-    chosen = next((name for name in able if name == backend), able[0])
-    if backend not in ("auto", chosen):
-        return planned(chosen, f"{unable[backend]}; {chosen} runs instead")
-    # Give the reason if "auto" would prefer an installed TE that does not work or is avoided.
-    mended = replace(hardware, has_te=True, te_problem="")
-    better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable(
-        "te", quantizers, mended
-    )
-    reason = ""
-    if backend == "auto" and better:
-        if hardware.has_te:
-            reason = f"{without['te']}: {chosen} runs"
-        elif hardware.te_problem and "te" not in without:
-            reason = f"{hardware.te_problem}; until then {chosen} runs"
-    return planned(chosen, reason, substitutes=False)
+            return "emulate", f"{problem}: emulated, same bytes and scales", True
+        return "reference", problem, True
+    if backend in able:
+        return next(name for name in able if name == backend), "", False
+    if backend != "auto":
+        return able[0], f"{problems[backend]}; {able[0]} runs instead", True
+    # Give the reason if an installed TE, which "auto" prefers, does not work or is avoided.
+    te = problems["te"]
+    is_avoided = bool(te) and te == (without.get("te") or hardware.te_problem)
+    return able[0], f"{te}; {able[0]} runs" if is_avoided else "", False
+
+
+def _by_tensor(recipe: Recipe) -> bool:
+    """Whether any GEMM takes operands with a scale for the tensor."""
+    kernels = {kernel for table in recipe.tables for kernel in kernels_of(table).values()}
+    return not kernels.isdisjoint(("delayed", "current"))
 
 
 def _compute_dtypes(
@@ -331,109 +305,3 @@ def _without_fp8(requested: str, reason: str, hardware: Hardware) -> tuple[Plan,
 _OR_BF16 = ("delayed", "current", "block")
 """Kernels whose recipes run in bf16 on GPUs without them. Other quantizers are for study: they are
 emulated."""
-
-
-def _delegated(
-    recipe: Recipe, backend: BackendName, hardware: Hardware
-) -> tuple[tuple[Quantizers, BackendName, str], ...]:
-    """The quantizers of layers that `backend`, which runs the recipe's quantizers, cannot run, each
-    with the backend that runs them and the reason."""
-    delegated: list[tuple[Quantizers, BackendName, str]] = []
-    if backend in ("te", "torch"):
-        for table in recipe.tables[1:]:
-            problem = _unable("torch", table, hardware)
-            if not problem and backend == "te":
-                reason = "Transformer Engine runs one recipe in a model"
-                delegated.append((table, "torch", reason))
-            elif problem:
-                delegated.append((table, "emulate", f"{problem}: emulated"))
-    return tuple(delegated)
-
-
-def _ungrouped(
-    recipe: Recipe,
-    backend: BackendName,
-    delegated: Collection[tuple[Quantizers, BackendName, str]],
-    hardware: Hardware,
-) -> tuple[tuple[Quantizers, str], ...]:
-    """The quantizers whose backend has no GEMMs for groups of rows, each with the reason."""
-    backends = {table: of_table for table, of_table, _ in delegated}
-    reasons = {
-        table: lacking_grouped_gemm(backends.get(table, backend), table, hardware.capability)
-        for table in recipe.tables
-    }
-    return tuple((table, reason) for table, reason in reasons.items() if reason)
-
-
-def _plain_by_table(
-    recipe: Recipe,
-    backend: BackendName,
-    delegated: Collection[tuple[Quantizers, BackendName, str]],
-    hardware: Hardware,
-) -> tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...]:
-    """`Plan.plain_gemms` of the quantizers that torch runs."""
-    backends = {table: of_table for table, of_table, _ in delegated}
-    plain = {
-        table: tuple(plain_gemms(table, hardware).items())
-        for table in recipe.tables
-        if backends.get(table, backend) == "torch"
-    }
-    return tuple((table, gemms) for table, gemms in plain.items() if gemms)
-
-
-def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
-    """The reason that `backend`, te or torch, cannot run these operands here; "" if it can."""
-    if backend == "te":
-        return _unable_by_te(quantizers, hardware)
-    if hardware.capability is None and (old := _old_torch(hardware)):
-        return old
-    if problem := unable_in_all_gemms(quantizers, hardware) or _old_torch(hardware):
-        return problem
-    if any(q.stochastic for place, q in quantizers.each.items() if place.startswith("weight")):
-        return "the torch backend casts a weight once a step, and not at random"
-    return ""
-
-
-def _unable_by_te(quantizers: Quantizers, hardware: Hardware) -> str:
-    """`_unable` for Transformer Engine."""
-    if hardware.capability is None:
-        return NO_CUDA
-    kernel, x = kernel_of(quantizers), quantizers.input
-    if kernel is None:
-        # Not by its `backward_override` either: in high precision, TE 2.20.2 multiplies bfloat16
-        # gradients by the float32 weight itself, which no GEMM of cuBLAS does; dequantized, it
-        # rounds forward values to bfloat16.
-        problem = unable_in_all_gemms(quantizers, hardware)
-        return problem or "Transformer Engine has no recipe with these operands"
-    if lacking := lacking_hardware(kernel, hardware) or too_special(quantizers):
-        return lacking
-    assert x is not None
-    if kernel == "rowwise":
-        return "Transformer Engine has no scale per row"
-    if kernel == "nvfp4" and not BLACKWELL.have(hardware.capability):
-        # TE accepts 12.x too, where its stochastic casts gave gradients of 0 and its Hadamard
-        # transforms fail (TransformerEngine issue 3062, pull request 3281).
-        return "Transformer Engine's NVFP4 works on 10.x alone"
-    if kernel == "mxfp8" and RTX_BLACKWELL.have(hardware.capability):
-        return "Transformer Engine has no MXFP8 on 12.x"
-    if not hardware.has_te:
-        return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
-    if kernel == "mxfp8" and x.scale_rounding != "rceil":
-        return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
-    if kernel == "block" and ALL_BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
-        needed = "needs power_of_two = true"
-        return f"Transformer Engine's block scaling on {ALL_BLACKWELL.words} {needed}"
-    if not te_has(quantizers):
-        return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
-    return ""
-
-
-def _old_torch(hardware: Hardware) -> str:
-    """The message that torch is older than its backend requires; "" if it is not."""
-    if not is_older(version_pair(hardware.torch_version), TORCH_MINIMUM):
-        return ""
-    needed = ".".join(map(str, TORCH_MINIMUM))
-    return (
-        f"the torch backend needs torch {needed} or later, this is {hardware.torch_version} "
-        f"(pip install --upgrade 'torch>={needed}')"
-    )

@@ -274,7 +274,8 @@ def check_gemms(model: str, recipes: list[str], capability: str) -> None:
         # A block has four linears. Weight gradients per row are float32, see scaled_gemm.
         bf16 = {"wgrad"} if recipe.startswith("rowwise") and capability != "9.0" else set()
         plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
-        bf16 |= {gemm for _, plain in plan.plain_gemms for gemm, _ in plain}
+        (layer,) = plan.for_layers({"linear": (128, 128)}).layers
+        bf16 |= {*layer.plain_gemms}
         assert len(gemms) == 4 * (3 - len(bf16)), recipe
         assert Counter(gemm["part"] for gemm in gemms).keys() == {"block"}
 

@@ -28,6 +28,7 @@ from fp8stack.precision import (
 )
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.hardware import TE_REMEDY
+from fp8stack.precision.native_gemms import kernel_of
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import BlockIndex
 from tests.conftest import refusal
@@ -166,7 +167,7 @@ def cell(requested: str, machine: str, code: str, software: str) -> Cell:
         backend, dtype = "torch", "bf16"
         if SOFTWARE[software].get("torch_version"):
             of_12 = machine == "12.0" and requested in ("mxfp8", "rowwise")
-            cause = "on compute capability 12.x" if of_12 else "torch 2.10 or later"
+            cause = f"this is {'torch ' * of_12}{OLD_TORCH}"
             backend, native = "emulate", False
             reason = substituted = True
     elif method.startswith("em"):
@@ -212,6 +213,11 @@ def sentences(plan: Plan) -> str:
     return " | ".join(plan.reasons)
 
 
+def decisions(plan: Plan) -> Plan:
+    """The plan without the machine that it is for."""
+    return dataclasses.replace(plan, hardware=CPU)
+
+
 # The table
 
 
@@ -243,7 +249,8 @@ def check_cell(expected: Cell) -> None:
     assert plan.device == MACHINES[expected.machine].device
     assert plan.is_fp8 == (expected.recipe in FP8)
     kernel = "nvfp4" if expected.recipe in NVFP4 else expected.recipe
-    assert plan.kernel == (kernel if expected.recipe in FP8 else None)
+    table = plan.recipe.quantizers
+    assert (table and kernel_of(table)) == (kernel if expected.recipe in FP8 else None)
     suffix = "-emulated" if plan.backend == "emulate" else ""
     assert plan.precision == expected.recipe + suffix
     assert plan.loss_scaling == (expected.compute_dtype == "fp16")
@@ -304,8 +311,9 @@ def check_substitution(expected: Cell, plan: Plan) -> None:
 def test_te_and_the_version_of_torch_matter_to_fp8_on_a_gpu_alone(recipe):
     for machine in MACHINES.values():
         if recipe in PLAIN or machine.capability is None:
-            plans = {software: resolve(recipe, having(machine, software)) for software in SOFTWARE}
-            assert plans == dict.fromkeys(SOFTWARE, resolve(recipe, machine))
+            for software in SOFTWARE:
+                plan = resolve(recipe, having(machine, software))
+                assert decisions(plan) == decisions(resolve(recipe, machine))
 
 
 def test_fp16_needs_a_gpu_that_is_fast_in_it():
@@ -329,7 +337,7 @@ def test_auto_stands_for_the_recipe_of_the_generation(machine, expected):
 @pytest.mark.parametrize("machine", [gpu(10, 3), gpu(10, 1)], ids=str)
 @pytest.mark.parametrize("recipe", FP8)
 def test_every_blackwell_10_x_is_as_10_0(recipe, machine):
-    assert resolve(recipe, machine) == resolve(recipe, B200)
+    assert decisions(resolve(recipe, machine)) == decisions(resolve(recipe, B200))
 
 
 # Backends by name
@@ -372,35 +380,15 @@ def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(recipe, back
 @pytest.mark.parametrize(
     ("machine", "recipe", "backend", "runs", "sentence"),
     [
-        (CPU, "delayed", "te", "emulate", "Transformer Engine needs a CUDA GPU"),
+        (CPU, "delayed", "te", "emulate", "delayed needs an FP8 GPU and this is a CPU"),
         (having(CPU, "neither"), "delayed", "torch", "emulate", OLD_TORCH),
-        (CPU, "mxfp8", "te", "emulate", "Transformer Engine needs a CUDA GPU"),
-        (CPU, "mxfp8", "torch", "emulate", "scaled_mm on a CPU has no mxfp8 scaling"),
-        (CPU_BF16, "block", "torch", "emulate", "scaled_mm on a CPU has no block scaling"),
-        (H100, "mxfp8", "te", "emulate", "9.0"),
+        (CPU, "mxfp8", "torch", "emulate", "torch has no mxfp8 GEMM on a CPU"),
+        (OLD_CPU, "rowwise", "torch", "emulate", "rowwise needs torch 2.12 on a CPU, this is"),
+        (H100, "mxfp8", "te", "emulate", "mxfp8 needs compute capability 10.x or 12.x, this is"),
         (L4, "rowwise", "torch", "emulate", "rowwise needs compute capability 9.0"),
-        (OLD_CPU, "rowwise", "torch", "emulate", "on a CPU has no rowwise scaling before torch"),
-        (A100, "mxfp8", "torch", "emulate", "8.0"),
         (A100, "delayed", "te", "reference", "8.0"),
-        (V100, "delayed", "te", "reference", "7.0"),
         (T4, "current", "torch", "reference", "7.5"),
-        (A40, "current", "te", "reference", "8.6"),
-        (L4, "block", "te", "reference", "8.9"),
-        (
-            with_torch(RTX5090, "2.13.0"),
-            "mxfp8",
-            "te",
-            "emulate",
-            "mxfp8 needs torch 2.14 on compute",
-        ),
-        (
-            with_torch(RTX5090, "2.14.1"),
-            "rowwise",
-            "torch",
-            "emulate",
-            "needs torch 2.15 on compute",
-        ),
-        (H100, "nvfp4", "te", "emulate", "nvfp4 needs compute capability 10.x or 12.x"),
+        (with_torch(RTX5090, "2.13.0"), "mxfp8", "te", "emulate", "mxfp8 needs torch 2.14 on comp"),
     ],
 )
 def test_a_backend_that_cannot_serve_is_replaced_and_said(machine, recipe, backend, runs, sentence):
@@ -463,22 +451,21 @@ def test_an_rtx_50_runs_what_its_torch_and_te_have_for_it(recipe, torch_version,
     plan = resolve(recipe, with_torch(RTX5090, torch_version))
     assert (plan.recipe.name, plan.backend) == (recipe, backend)
     assert plan.native == (backend != "emulate")
-    assert any("on compute capability 12.x" in reason for reason in plan.reasons) != plan.native
+    assert any("on compute capability 12.0" in reason for reason in plan.reasons) != plan.native
     # Other GPUs need none of these versions.
     assert resolve(recipe, with_torch(B200, torch_version)).native
 
 
 def test_te_has_no_mxfp8_on_an_rtx_50():
     message = refusal(resolve, "mxfp8", RTX5090, "te", strict=True)
-    assert "Transformer Engine has no MXFP8 on 12.x; torch runs instead" in message
+    assert "Transformer Engine has no mxfp8 GEMM on compute capability 12.0; torch runs" in message
 
 
-AMD = Hardware("cuda", other_gpu="AMD gfx942", name="AMD Instinct MI300X")
-AMD_950 = Hardware("cuda", other_gpu="AMD gfx950", name="AMD Instinct MI350X")
-INTEL = Hardware("xpu", other_gpu="Intel XPU", name="Intel(R) Data Center GPU Max 1550")
+AMD = Hardware("cuda", other_gpu="AMD GPU", name="AMD Instinct MI300X")
+INTEL = Hardware("xpu", other_gpu="Intel GPU", name="Intel(R) Data Center GPU Max 1550")
 
 
-@pytest.mark.parametrize("machine", [AMD, AMD_950, INTEL], ids=str)
+@pytest.mark.parametrize("machine", [AMD, INTEL], ids=str)
 def test_gpus_of_other_makers_run_bf16_and_fp32_by_plain_torch_on_the_gpu(machine):
     for recipe, runs in (("auto", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")):
         plan = resolve(recipe, machine, strict=True)
@@ -491,7 +478,7 @@ def test_gpus_of_other_makers_run_bf16_and_fp32_by_plain_torch_on_the_gpu(machin
 
 @pytest.mark.parametrize("backend", ["auto", "te", "torch", "emulate"])
 @pytest.mark.parametrize("recipe", [*FP8, "mxfp4"])
-@pytest.mark.parametrize("machine", [AMD, AMD_950, INTEL], ids=str)
+@pytest.mark.parametrize("machine", [AMD, INTEL], ids=str)
 def test_gpus_of_other_makers_emulate_fp8_by_float32_gemms_and_say_so(machine, recipe, backend):
     plan = resolve(recipe, machine, backend)
     assert (plan.recipe.name, plan.backend, plan.native) == (recipe, "emulate", False)
@@ -501,15 +488,10 @@ def test_gpus_of_other_makers_emulate_fp8_by_float32_gemms_and_say_so(machine, r
     assert plan.emulated_dtype(layer) == "fp32"
     assert "emulated by fp32 GEMMs" in str(plan)
     if backend != "emulate":
-        assert "a CPU" not in sentences(plan)
+        needs = f"GPU of NVIDIA and this is an {machine.other_gpu}"
+        assert (NO_GEMM if recipe == "mxfp4" else needs) in sentences(plan)
         message = refusal(resolve, recipe, machine, backend, strict=True)
         assert message.startswith(f"--strict: '{recipe}' does not run as asked")
-
-
-@pytest.mark.parametrize(("machine", "fnuz"), [(AMD, True), (AMD_950, False), (INTEL, False)])
-def test_the_gpus_whose_fp8_formats_have_other_values_are_named(machine, fnuz):
-    assert ("fnuz" in sentences(resolve("delayed", machine))) == fnuz
-    assert f"this is {machine.other_gpu}" in sentences(resolve("delayed", machine))
 
 
 # Software that is missing or too old
@@ -559,7 +541,7 @@ def test_a_recipe_is_native_from_its_least_cuda_version_on(recipe, capability, l
     runs = (recipe, "emulate") if recipe in EMULATED else ("bf16", "reference")
     assert (plan.recipe.name, plan.backend) == runs
     assert (plan.native, plan.compute_dtype) == (False, "bf16")
-    lacks = "{} needs CUDA {}.{}".format(plan.kernel or recipe, *least)
+    lacks = "{} needs CUDA {}.{}".format(recipe, *least)
     assert lacks in sentences(plan)
     assert ("emulated" if recipe in EMULATED else "bf16") in sentences(plan)
     with pytest.raises(UserError, match=lacks):
@@ -571,45 +553,29 @@ OLD = (
     f"the torch backend needs torch 2.10 or later, this is {OLD_TORCH} "
     "(pip install --upgrade 'torch>=2.10')"
 )
-NO_BLOCK = "the torch backend has no block scaling on 10.x or 12.x"
-NO_NVFP4 = "Transformer Engine's NVFP4 works on 10.x alone"
+NO_BLOCK = "torch has no block GEMM on compute capability 10.0"
+NO_NVFP4 = "Transformer Engine has no nvfp4 GEMM on compute capability 12.0"
 
 # Recipe, backend, machine and software: the backend or dtype that runs, and pieces of the reason.
 #   !  it is a substitution
 SOFTWARE_CASES = [
     ("delayed", "te", H100, "te", "te", ()),
     ("block", "te", B200, "te", "te", ()),
-    ("delayed", "torch", H100, "te", "torch", ()),
     ("block", "torch", H100, "te", "torch", ()),
     ("mxfp8", "torch", B200, "te", "torch", ()),
-    ("delayed", "auto", H100, "broken te", "torch", (f"{BROKEN}; until then torch runs",)),
-    ("block", "auto", H100, "old te", "torch", (f"{TOO_OLD}; until then torch runs",)),
+    ("delayed", "auto", H100, "broken te", "torch", (f"{BROKEN}; torch runs",)),
     ("delayed", "te", H100, "no te", "torch!", (f"{NO_TE}; torch runs instead",)),
-    ("mxfp8", "te", B200, "no te", "torch!", (f"{NO_TE}; torch runs instead",)),
-    ("delayed", "te", L4, "broken te", "torch!", (f"{BROKEN}; torch runs instead",)),
     ("current", "te", RTX5090, "old te", "torch!", (f"{TOO_OLD}; torch runs instead",)),
     ("delayed", "torch", H100, "te, old torch", "te!", (f"{OLD}; te runs instead",)),
     ("block", "torch", B200, "te", "te!", (f"{NO_BLOCK}; te runs instead",)),
     ("block", "auto", B200, "no te", "bf16!", (NO_TE, f"{NO_BLOCK}: bf16")),
-    ("block", "te", B200, "no te", "bf16!", (NO_TE, f"{NO_BLOCK}: bf16")),
-    ("block", "auto", B200, "broken te", "bf16!", (BROKEN, f"{NO_BLOCK}: bf16")),
-    ("block", "te", B200, "old te", "bf16!", (TOO_OLD, f"{NO_BLOCK}: bf16")),
     ("auto", "auto", H100, "neither", "bf16!", (NO_TE, f"{OLD}: bf16")),
-    ("current", "te", H100, "neither", "bf16!", (NO_TE, f"{OLD}: bf16")),
-    ("mxfp8", "auto", B200, "neither", "emulate!", (NO_TE, f"{OLD}: emulated by bf16 GEMMs")),
-    ("delayed", "auto", H100, "broken te, old torch", "bf16!", (BROKEN, f"{OLD}: bf16")),
-    ("current", "te", L4, "old te, old torch", "bf16!", (TOO_OLD, f"{OLD}: bf16")),
     ("mxfp8", "torch", B200, "broken te, old torch", "emulate!", (BROKEN, f"{OLD}: emulated")),
-    ("mxfp8", "te", B200, "neither", "emulate!", (NO_TE, f"{OLD}: emulated by bf16 GEMMs")),
-    ("nvfp4", "te", B200, "te", "te", ()),
     ("nvfp4", "auto", B200, "te, old torch", "te", ()),
-    ("nvfp4", "torch", B200, "te", "torch", ()),
     ("nvfp4", "auto", B200, "no te", "torch", ()),
-    ("nvfp4", "te", B200, "old te", "torch!", (f"{TOO_OLD}; torch runs instead",)),
     ("nvfp4", "te", RTX5090, "te", "torch!", (f"{NO_NVFP4}; torch runs instead",)),
     ("nvfp4", "auto", RTX5090, "broken te", "torch", ()),
     ("nvfp4", "auto", RTX5090, "te, old torch", "emulate!", (NO_NVFP4, f"{OLD}: emulated")),
-    ("nvfp4", "torch", H100, "te", "emulate!", ("nvfp4 needs compute capability 10.x", "9.0:")),
 ]
 
 
@@ -631,7 +597,7 @@ def test_software_that_is_missing_is_named_with_its_remedy_and_who_runs_instead(
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_a_te_that_cannot_be_used_is_not_spoken_of_where_nobody_wants_it(recipe, backend, software):
     plan = resolve(recipe, having(H100, software), backend)
-    assert plan == resolve(recipe, having(H100, "no te"), backend)
+    assert decisions(plan) == decisions(resolve(recipe, having(H100, "no te"), backend))
 
 
 @pytest.mark.parametrize(
@@ -662,15 +628,15 @@ NOT_COMPILED = {"te": "TE cannot be compiled"}
 @pytest.mark.parametrize(
     ("recipe", "backend", "machine", "software", "runs", "pieces"),
     [
-        ("delayed", "auto", H100, "te", "torch", ("TE cannot be compiled: torch runs",)),
-        ("auto", "auto", B200, "te", "torch", ("TE cannot be compiled: torch runs",)),
+        ("delayed", "auto", H100, "te", "torch", ("TE cannot be compiled; torch runs",)),
+        ("auto", "auto", B200, "te", "torch", ("TE cannot be compiled; torch runs",)),
         ("delayed", "auto", H100, "no te", "torch", ()),
         ("delayed", "auto", H100, "old te", "torch", ()),
         ("delayed", "torch", H100, "te", "torch", ()),
         ("delayed", "te", H100, "te", "te", ()),
         ("block", "auto", B200, "te", "bf16!", ("TE cannot be compiled", f"{NO_BLOCK}: bf16")),
         ("delayed", "auto", H100, "te, old torch", "bf16!", ("TE cannot", f"{OLD}: bf16")),
-        ("nvfp4", "auto", B200, "te", "torch", ("TE cannot be compiled: torch runs",)),
+        ("nvfp4", "auto", B200, "te", "torch", ("TE cannot be compiled; torch runs",)),
         ("nvfp4", "te", B200, "te", "te", ()),
         ("bf16", "auto", H100, "te", "bf16", ()),
         ("mxfp8", "auto", CPU, "te", "emulate!", ("this is a CPU",)),
@@ -685,12 +651,12 @@ def test_where_te_cannot_do_what_else_is_asked_torch_runs_and_the_plan_says_so(
 # Recipes that not every FP8 unit multiplies
 
 E5M2 = {"forward_format": "e5m2"}
-TWO_E5M2 = "one E5M2 operand at most"
-RCEIL = "Transformer Engine rounds MXFP8's scales by rceil, not"
+TWO_E5M2 = "no FP8 unit multiplies E5M2 by E5M2"
+NO_RECIPE = "Transformer Engine has no recipe with these operands"
 NO_GEMM = "no GEMM of the GPU backends takes these operands"
-POWER = "Transformer Engine's block scaling on 10.x or 12.x needs power_of_two = true"
-
-ONE_OPERAND = "not both operands are quantized"
+AT_RANDOM = "the torch backend casts a weight once a step, and not at random"
+E5M2_DGRAD = E5M2 | {"weight": {"dgrad": "forward"}}
+NEAREST_WGRAD = {"grad_output": {"wgrad": {"rounding": "nearest"}}}
 HIGH_DGRAD: dict[str, Any] = {"grad_output": {"dgrad": "none"}, "weight": {"dgrad": "none"}}
 
 # The same, with changed keys of the recipe.
@@ -699,83 +665,33 @@ SPECIAL_CASES: list[tuple[Any, ...]] = [
     ("current", {"backward_format": "e4m3"}, "torch", H100, "te", "torch", ()),
     ("delayed", E5M2, "auto", H100, "te", "emulate!", (TWO_E5M2, ": emulated")),
     ("current", E5M2, "auto", L4, "no te", "emulate!", (TWO_E5M2, ": emulated")),
-    ("current", E5M2, "te", B200, "te", "emulate!", (TWO_E5M2, ": emulated")),
-    ("delayed", E5M2, "torch", RTX5090, "te", "emulate!", (TWO_E5M2, ": emulated")),
     ("delayed", E5M2, "auto", H100, "neither", "emulate!", (TWO_E5M2, ": emulated")),
-    ("delayed", E5M2, "auto", H100, "broken te", "emulate!", (TWO_E5M2, ": emulated")),
+    ("delayed", E5M2, "auto", A100, "te", "bf16!", ("8.0", ": bf16")),
     ("delayed", E5M2, "auto", T4, "te", "fp16!", ("7.5", ": fp16")),
     ("delayed", E5M2, "torch", CPU, "te", "emulate!", (TWO_E5M2, ": emulated")),
     ("delayed", E5M2, "auto", CPU, "te", "emulate!", ("this is a CPU", ": emulated")),
-    (
-        "current",
-        E5M2 | {"weight": {"dgrad": "forward"}},
-        "auto",
-        H100,
-        "te",
-        "emulate!",
-        (TWO_E5M2,),
-    ),
+    ("current", E5M2_DGRAD, "auto", H100, "te", "emulate!", (TWO_E5M2,)),
     ("mxfp8", {"scale_rounding": "floor"}, "auto", B200, "te", "torch", ()),
-    ("mxfp8", {"scale_rounding": "even"}, "torch", B200, "te", "torch", ()),
-    (
-        *("mxfp8", {"scale_rounding": "floor"}, "te", B200, "te", "torch!"),
-        (f"{RCEIL} floor; torch runs instead",),
-    ),
-    (
-        *("mxfp8", {"scale_rounding": "even"}, "auto", B200, "te, old torch", "emulate!"),
-        (f"{RCEIL} even; {OLD}: emulated",),
-    ),
+    ("mxfp8", {"scale_rounding": "floor"}, "te", B200, "te", "torch!", (NO_RECIPE,)),
     ("block", {"power_of_two": False}, "auto", H100, "te", "te", ()),
     ("block", {"power_of_two": False}, "torch", H100, "te", "torch", ()),
-    ("block", {"power_of_two": False}, "auto", B200, "te", "bf16!", (POWER, f"{NO_BLOCK}: bf16")),
-    ("block", {"power_of_two": False}, "torch", B200, "te", "bf16!", (POWER, f"{NO_BLOCK}: bf16")),
+    ("block", {"power_of_two": False}, "auto", B200, "te", "bf16!", (NO_RECIPE, NO_BLOCK)),
     ("nvfp4", {"weight": {"block": [1, 16]}}, "auto", B200, "te", "te", ()),
     # No setting of Transformer Engine gives these quantizers.
-    (
-        *("nvfp4", {"weight": {"rounding": "stochastic"}}, "auto", B200, "te"),
-        *("emulate!", ("the torch backend casts a weight once a step, and not at random",)),
-    ),
-    (
-        *("nvfp4", {"grad_output": {"wgrad": {"rounding": "nearest"}}}, "auto", B200, "te"),
-        *("torch", ()),
-    ),
+    ("nvfp4", {"weight": {"rounding": "stochastic"}}, "auto", B200, "te", "emulate!", (AT_RANDOM,)),
+    ("nvfp4", NEAREST_WGRAD, "auto", B200, "te", "torch", ()),
     ("delayed", {"grad_output": {"amax": "current"}}, "auto", L4, "te", "torch", ()),
     # Some GEMMs are in no FP8 or FP4.
-    (
-        *("rowwise_wgrad_hp", {}, "auto", H100, "te", "torch"),
-        (f"fprop and dgrad run in FP8, wgrad in bf16: {ONE_OPERAND}",),
-    ),
-    ("rowwise_wgrad_hp", {}, "auto", B200, "te", "torch", ("fprop and dgrad run in FP8, wgrad",)),
+    ("rowwise_wgrad_hp", {}, "auto", H100, "te", "torch", ("wgrad in high precision",)),
     ("rowwise_wgrad_hp", {}, "auto", L4, "te", "emulate!", ("rowwise needs", ": emulated")),
-    (
-        *("nvfp4_forward_high", {}, "auto", B200, "te", "torch"),
-        (f"dgrad and wgrad run in FP4, fprop in bf16: {ONE_OPERAND}",),
-    ),
-    ("nvfp4_forward_high", {}, "auto", RTX5090, "no te", "torch", ("fprop in bf16",)),
+    ("nvfp4_forward_high", {}, "auto", RTX5090, "no te", "torch", ("fprop in high precision",)),
     ("nvfp4_forward_high", {}, "auto", H100, "te", "emulate!", ("nvfp4 needs", ": emulated")),
-    (
-        "nvfp4",
-        {"backward": "dequantized"},
-        "auto",
-        B200,
-        "te",
-        "torch",
-        ("fprop runs in FP4, dgrad",),
-    ),
-    ("current", {"backward": "high_precision"}, "auto", L4, "te", "torch", ("fprop runs in FP8",)),
-    ("delayed", HIGH_DGRAD, "auto", H100, "te", "torch", ("fprop and wgrad run in FP8, dgrad in",)),
-    (
-        *("nvfp4", hadamard(32), "auto", B200, "te", "torch!"),
-        (f"wgrad by bf16 GEMMs on the exact operands: {NO_GEMM}",),
-    ),
-    (
-        *("mxfp8", {"backward": "current"}, "auto", H100, "te", "torch!"),
-        ("fprop by bf16 GEMMs on the exact operands: mxfp8 needs compute capability 10.x",),
-    ),
-    (
-        *("block", {"backward": "high_precision"}, "auto", B200, "te", "emulate!"),
-        (f"{NO_BLOCK}: emulated",),
-    ),
+    ("nvfp4", {"backward": "dequantized"}, "auto", B200, "te", "torch", ("dgrad and wgrad in",)),
+    ("current", {"backward": "high_precision"}, "auto", L4, "te", "torch", ("dgrad and wgrad in",)),
+    ("delayed", HIGH_DGRAD, "auto", H100, "te", "torch", ("dgrad in high precision",)),
+    ("nvfp4", hadamard(32), "auto", B200, "te", "torch!", ("wgrad in high", NO_GEMM)),
+    ("mxfp8", {"backward": "current"}, "auto", H100, "te", "torch!", ("fprop in high", "needs")),
+    ("block", {"backward": "high_precision"}, "auto", B200, "te", "emulate!", (NO_BLOCK,)),
 ]
 
 
@@ -795,51 +711,19 @@ def test_a_recipe_that_not_every_fp8_unit_multiplies_is_run_by_one_that_does_or_
     check(changed(recipe, **over), backend, having(machine, software), runs, pieces)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "machine", "backend", "reasons"),
-    [
-        (
-            *("nvfp4_forward_high", B200, "te"),
-            (
-                "Transformer Engine has no recipe with these operands; torch runs instead",
-                f"dgrad and wgrad run in FP4, fprop in bf16: {ONE_OPERAND}",
-            ),
-        ),
-        (
-            *("rowwise_wgrad_hp", CPU, "torch"),
-            (
-                "torch's scaled_mm on a CPU, as --backend torch asks",
-                f"fprop and dgrad run in FP8, wgrad in fp32: {ONE_OPERAND}",
-            ),
-        ),
-    ],
-)
-def test_the_gemms_in_low_precision_are_named_after_the_backends_reason(
-    recipe, machine, backend, reasons
-):
-    plan = resolve(recipe, machine, backend)
-    assert (plan.backend, plan.reasons) == ("torch", reasons)
-
-
 def test_products_that_scaled_mm_computes_slowly_are_fp32_gemms_and_named():
     slow = Hardware("cpu", slow_scaled_mm=True)
-    reference = "torch's scaled_mm is oneDNN's reference code for operands of one format"
-    e4m3 = changed("current", backward_format="e4m3")
-    mixed = changed("delayed", layers=[{"match": "*.down", "recipe": "rowwise"}])
-    for recipe, gemms in (
-        ("delayed", "fprop"),
-        (e4m3, "fprop and dgrad and wgrad"),
-        (mixed, "fprop"),
-        ("rowwise", ""),
+    sentence = "fp32 GEMMs multiply operands of one format, for which scaled_mm is slow here"
+    for recipe, machine, backend in (
+        ("delayed", slow, "torch"),
+        (changed("rowwise", layers=[{"match": "*.down", "recipe": "current"}]), slow, "torch"),
+        ("rowwise", slow, "torch"),
+        ("delayed", CPU, "torch"),
+        ("delayed", slow, "emulate"),
     ):
-        plan = resolve(recipe, slow, "torch", strict=True)
-        assert (plan.backend, plan.slow_scaled_mm) == ("torch", bool(gemms))
-        sentence = f"{gemms} by fp32 GEMMs on the same bytes: {reference}"
-        assert (sentence in sentences(plan)) == bool(gemms)
-    for machine, backend in ((CPU, "torch"), (slow, "emulate"), (H100, "torch")):
-        plan = resolve("delayed", machine, backend)
-        assert not plan.slow_scaled_mm
-        assert "reference code" not in sentences(plan)
+        plan = resolve(recipe, machine, backend, strict=True)
+        is_slow = recipe != "rowwise" and machine == slow and backend == "torch"
+        assert (sentence in plan.reasons) == is_slow
 
 
 def test_torchs_block_gemm_takes_sizes_that_divide_by_128():
@@ -860,7 +744,7 @@ def test_layers_that_a_cpus_scaled_mm_cannot_multiply_are_emulated():
     plan = resolve(recipe, CPU, "torch").for_layers(layers)
     ran = {layer.name: layer.backend for layer in plan.layers}
     assert ran == {"blocks.0.mlp.up": None, "blocks.0.mlp.down": "emulate", "blocks.0.q": None}
-    reason = "blocks.0.mlp.down: mxfp8, torch's scaled_mm on a CPU has no mxfp8 scaling: emulated"
+    reason = "blocks.0.mlp.down: mxfp8, torch has no mxfp8 GEMM on a CPU: emulated"
     assert reason in plan.reasons
 
 
@@ -1413,7 +1297,7 @@ def test_what_is_not_native_is_for_its_numerics_and_has_no_doubts(recipe, machin
 
 def test_what_is_left_out_anyway_is_not_doubted():
     plan = decided({"a": (100, 100)}, "delayed", tokens=8)
-    assert plan.layers[0].reason == "100 in features, not divisible by 16"
+    assert plan.layers[0].reason == "100 in features and 100 out features, not divisible by 16"
     head = resolve("delayed", H200).for_layers({"lm_head": (64, 64)}, tokens=8)
     assert head.layers[0].reason == "the recipe says head = false"
     assert plan.notes + head.notes == []
@@ -1468,7 +1352,7 @@ def test_auto_is_bf16_where_fp8_pays_for_no_layer(machine, recipe):
 def test_auto_is_bf16_where_the_hardware_can_serve_no_layer():
     plan = resolve("auto", H100).for_layers({"a": (7, 7), "b": (9, 9)})
     assert plan.recipe.name == "bf16"
-    assert "a: bf16, 7 in features, not divisible by 16" in plan.reasons
+    assert "a: bf16, 7 in features and 7 out features, not divisible by 16" in plan.reasons
 
 
 def test_a_recipe_asked_for_by_name_stays_the_plan_though_no_layer_runs_in_it():
@@ -1480,7 +1364,7 @@ def test_a_recipe_asked_for_by_name_stays_the_plan_though_no_layer_runs_in_it():
     first, second = plan.summary()
     assert first == "plan: delayed, with no layer in FP8, on cuda"
     assert second.startswith(
-        "FP8: 0 % of GEMM FLOPs (0 of 2 linears); a: bf16, 7 in features, not divisible by 16"
+        "FP8: 0 % of GEMM FLOPs (0 of 2 linears); a: bf16, 7 in features and 7 out features, not "
     )
 
 
@@ -1636,7 +1520,7 @@ def test_the_summary_starts_with_what_was_asked_and_what_runs(recipe, machine, b
 
 def test_gemms_by_bf16_do_not_count_as_the_units_that_run():
     plan = resolve(changed("mxfp8", grad_output={"format": "e3m2"}), B200, "torch")
-    assert "fprop runs in FP8, dgrad and wgrad by bf16 GEMMs" in sentences(plan)
+    assert "dgrad and wgrad in high precision" in sentences(plan)
     assert plan.units == "fp8"
     assert plan.summary()[0] == "plan: mxfp8, FP8 GEMMs by torch's scaled_mm, on cuda"
     assert resolve("nvfp4", B200, "torch").units == "fp4"
@@ -1677,7 +1561,6 @@ def test_other_quantizers_are_emulated_where_the_gpu_has_bf16(recipe, machine, r
     emulated = runs != "fp16"
     assert (plan.recipe.name, plan.compute_dtype) == (recipe if emulated else "fp16", runs)
     assert (plan.backend, plan.native) == ("emulate" if emulated else "reference", False)
-    assert plan.kernel is None
     assert plan.notes == []
     assert json.loads(json.dumps(plan.to_json())) == plan.to_json()
 
@@ -1694,7 +1577,7 @@ def test_recipes_are_in_the_order_of_what_runs_them():
 
 def test_strict_refuses_to_emulate_a_grouped_linear() -> None:
     plan = resolve("block", H100, "torch", strict=True)
-    with pytest.raises(UserError, match="experts does not run as asked: the torch backend has no"):
+    with pytest.raises(UserError, match="experts does not run as asked: torch's grouped FP8 GEMM"):
         plan.for_layers({"experts": (64, 64)}, grouped={"experts": 4})
 
 
@@ -1735,7 +1618,9 @@ def test_a_grouped_linear_works_for_the_tokens_of_all_its_groups() -> None:
     assert up.to_json()["groups"] == 8
 
 
-DGRAD_TOO = "dgrad and wgrad by bf16 GEMMs on the exact operands: torch's takes E4M3 and gives bf16"
+TAKES = "in high precision: torch's grouped FP8 GEMM takes E4M3"
+DGRAD_TOO = f"dgrad and wgrad {TAKES} with scales by tensor or row, not for wgrad"
+PLACES = "torch's grouped FP8 GEMM is for 1023 groups at most on 9.0 or 10.x: emulated"
 
 
 @pytest.mark.parametrize(
@@ -1746,18 +1631,17 @@ DGRAD_TOO = "dgrad and wgrad by bf16 GEMMs on the exact operands: torch's takes 
         ("mxfp8", B200, "te", None, ""),
         ("current", H100, "torch", None, DGRAD_TOO),
         ("delayed", B200, "torch", None, DGRAD_TOO),
-        ("rowwise", H100, "torch", None, DGRAD_TOO.removeprefix("dgrad and ")),
-        ("nvfp4_forward_high", B200, "torch", "emulate", "no grouped GEMM for nvfp4"),
+        ("rowwise", H100, "torch", None, f"wgrad {TAKES}"),
+        ("nvfp4_forward_high", B200, "torch", "emulate", "torch's grouped FP8 GEMM takes E4M3"),
         (changed("rowwise", backward="high_precision"), H100, "torch", None, ""),
         (
             changed("rowwise", weight={"dgrad": "forward"}),
-            *(H100, "torch", None, "dgrad by bf16 GEMMs on the exact operands: it takes forward"),
+            *(H100, "torch", None, f"dgrad and wgrad {TAKES}"),
         ),
-        ("mxfp8", B200, "torch", "emulate", "the torch backend has no grouped GEMM for mxfp8"),
-        ("nvfp4", B200, "torch", "emulate", "the torch backend has no grouped GEMM for nvfp4"),
-        ("current", L4, "torch", "emulate", "torch's grouped FP8 GEMM needs compute capability"),
-        ("rowwise", RTX5090, "torch", "emulate", "needs compute capability 9.0 or 10.x"),
-        ("current", CPU, "torch", "emulate", "torch's grouped FP8 GEMM needs compute capability"),
+        ("mxfp8", B200, "torch", "emulate", "torch's grouped FP8 GEMM takes E4M3"),
+        ("current", L4, "torch", "emulate", PLACES),
+        ("rowwise", RTX5090, "torch", "emulate", PLACES),
+        ("current", CPU, "torch", "emulate", PLACES),
     ],
 )
 def test_what_runs_a_grouped_linear_and_why(recipe, machine, backend, runs, reason) -> None:
@@ -1774,9 +1658,7 @@ def test_more_groups_than_torchs_kernel_takes_are_emulated(groups, runs) -> None
     layer = plan.for_layers({"up": (16, 16)}, grouped={"up": groups}).layer("up")
     assert layer.backend == runs
     if runs:
-        assert layer.why == (
-            "torch's grouped FP8 GEMM takes at most 1023 groups, not 1024: emulated"
-        )
+        assert layer.why == PLACES
         strict = resolve("rowwise", H100, "torch", strict=True)
         with pytest.raises(UserError, match="up does not run as asked: torch's grouped FP8 GEMM"):
             strict.for_layers({"up": (16, 16)}, grouped={"up": groups})
@@ -1795,7 +1677,7 @@ def test_layers_with_other_quantizers_and_groups_name_their_gemms_in_bf16():
         for name in ("0.down", "0.experts.down"):
             layer = plan.layer(name)
             assert (layer.backend or plan.backend, layer.plain_gemms) == ("torch", ("wgrad",))
-            assert layer.why == f"{start}wgrad in bf16: {ONE_OPERAND}"
+            assert layer.why == f"{start}wgrad in high precision"
         assert plan.layer("0.up").plain_gemms == ()
     plan = resolve("rowwise_wgrad_hp", H100).for_layers(shapes, grouped={"0.experts.down": 8})
     assert [layer.why for layer in plan.layers] == [""] * 3  # the plan says so once
@@ -1830,8 +1712,7 @@ def test_a_format_of_ones_own_is_emulated_on_every_machine_with_the_reason(capab
     for backend in ("auto", "torch", "te"):
         plan = resolve(OWN, hardware, backend)
         assert (plan.backend, plan.compute_dtype) == ("emulate", dtype)
-        if (capability, backend) != (None, "te"):
-            assert plan.reasons[0].startswith("no hardware multiplies e3m4: emulated")
+        assert plan.reasons[0].startswith("no hardware multiplies e3m4: emulated")
     with pytest.raises(UserError, match=r"--strict: .*no hardware multiplies e3m4"):
         resolve(OWN, hardware, strict=True)
 
@@ -1840,7 +1721,5 @@ def test_beside_a_format_of_ones_own_the_other_gemms_run_natively():
     recipe = load_recipe("current", {"grad_output": {"format": "e3m4"}})
     plan = resolve(recipe, Hardware("cuda", (9, 0), torch_version="2.13.0"), "torch")
     assert plan.backend == "torch"
-    ((_, plain),) = plan.plain_gemms
-    assert plain == (
-        ("dgrad", "no hardware multiplies e3m4"), ("wgrad", "no hardware multiplies e3m4"),
-    )  # fmt: skip
+    assert plan.reasons == ("dgrad and wgrad in high precision: no hardware multiplies e3m4",)
+    assert plan.for_layers({"a": (64, 64)}).layers[0].plain_gemms == ("dgrad", "wgrad")

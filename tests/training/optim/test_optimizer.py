@@ -393,7 +393,7 @@ def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, mon
         require_optimizer(sharded, cpu, 1)
         message = refusal(require_optimizer, sharded, cpu, 2)
         assert f"optimizer {name} is not possible with --parallel fsdp: torch" in message
-    for gpu in (Hardware("cuda", (8, 0)), Hardware("cuda", other_gpu="AMD gfx942")):
+    for gpu in (Hardware("cuda", (8, 0)), Hardware("cuda", other_gpu="AMD GPU")):
         message = refusal(require_optimizer, RunConfig(optimizer="adamwfp8"), gpu, 1)
         assert "adamwfp8 needs a GPU of NVIDIA that converts to FP8" in message
 

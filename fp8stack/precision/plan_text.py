@@ -1,0 +1,138 @@
+"""A plan in words: its summary, notes, and layers of one kind together. Pure; no torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fp8stack.precision.native_gemms import feature_multiple, kernel_of
+
+if TYPE_CHECKING:
+    from fp8stack.precision.plan import LayerPlan, Plan
+
+
+def summary(plan: Plan, forward: bool = False) -> list[str]:
+    """The plan in a few lines, as printed at the start of a run. With `forward`, the share of FP8
+    is that of the GEMMs of a forward pass alone."""
+    bits = plan.native_bits if plan.is_fp8 else 8
+    emulated = "fp32" if plan.hardware.other_gpu else plan.compute_dtype
+    method = {
+        "reference": "plain torch",
+        "emulate": f"emulated by {emulated} GEMMs on the exact operands",
+        "torch": f"FP{bits} GEMMs by torch's scaled_mm",
+        "te": f"FP{bits} GEMMs by Transformer Engine",
+    }[plan.backend]
+    if plan.is_fp8 and not plan.runs_fp8:
+        method = f"with no layer in {_formats(plan)}"
+    request = f"{plan.asked} -> " if plan.asked != plan.recipe.name else ""
+    lines = [f"plan: {request}{plan.recipe.name}, {method}, on {plan.device}"]
+    of_layers = {layer.sentence for layer in plan.layers if layer.reason or layer.why}
+    reasons = [reason for reason in plan.reasons if reason not in of_layers]
+    in_fp8 = sentences(layer for layer in plan.layers if layer.fp8)
+    lines += [f"  because {reason}" for reason in (*reasons, *in_fp8)]
+    without_fp8 = sentences(layer for layer in plan.layers if not layer.fp8)
+    if plan.is_fp8 and plan.layers:
+        lines.append("; ".join([_headline(plan, forward), *without_fp8]))
+    else:
+        lines += [f"  {sentence}" for sentence in without_fp8]
+    return [*lines, *(f"note: {note}" for note in plan.notes), *beside_layers(plan)]
+
+
+def notes(plan: Plan) -> list[str]:
+    """Notes on models and layers that run in FP8 although it may not be faster, and on emulated
+    layers of sizes that a GPU's FP8 GEMMs do not take; layers that differ only in their block are
+    listed once."""
+    lines = [f"FP8 may not pay for {plan.doubt}"] if plan.doubt else []
+    doubted = {layer.name: layer.doubt for layer in plan.layers if layer.doubt}
+    if doubted:
+        count = f"{len(doubted)}/{len(plan.layers)} layers"
+        lines.append(f"FP8 may not pay in {count}: {_by_problem(plan, doubted)}")
+    if odd := {layer.name: size for layer in plan.layers if (size := _odd_size(plan, layer))}:
+        where = f"emulated here, but on a GPU not in {plan.recipe.name}"
+        lines.append(f"{where}: {_by_problem(plan, odd)}")
+    return lines
+
+
+def beside_layers(plan: Plan) -> Iterator[str]:
+    """Sentences about attention and the residual stream, if the recipe sets their precision."""
+    if plan.attention_precision != plan.compute_dtype:
+        yield f"attention: {plan.attention_precision}, the recipe says so"
+    if plan.recipe.residual != "fp32":
+        yield f"residual stream: {plan.recipe.residual}, the recipe says so"
+
+
+def sentences(layers: Iterable[LayerPlan]) -> list[str]:
+    """The reasons of layers, a sentence for those that differ only in their block."""
+    groups: dict[tuple[str, str], list[LayerPlan]] = {}
+    for layer in layers:
+        if layer.reason or layer.why:
+            anonymous = replace(layer, name="").sentence
+            groups.setdefault((_pattern(layer.name), anonymous), []).append(layer)
+    return [
+        replace(group[0], name=_named(pattern, [layer.name for layer in group])).sentence
+        for (pattern, _), group in groups.items()
+    ]
+
+
+def indivisible(shape: tuple[int, int], multiple: int) -> str:
+    """The problem that a side of a layer is not divisible by `multiple`; "" if both are."""
+    sides = zip(("in", "out"), shape, strict=True)
+    odd = [f"{size} {side} features" for side, size in sides if size % multiple]
+    return f"{' and '.join(odd)}, not divisible by {multiple}" if odd else ""
+
+
+def _odd_size(plan: Plan, layer: LayerPlan) -> str:
+    """The reason that no GPU runs this layer, which a CPU emulates, in FP8; "" if one does."""
+    quantizers = layer.quantizers
+    emulated = plan.device == "cpu" and plan.backend_of(layer) == "emulate"
+    if not emulated or quantizers is None or layer.groups or kernel_of(quantizers) is None:
+        return ""
+    return indivisible((layer.in_features, layer.out_features), feature_multiple(quantizers, "te"))
+
+
+def _by_problem(plan: Plan, problems: dict[str, str]) -> str:
+    """The problems of layers, each after the names of its layers."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for layer in plan.layers:
+        if problem := problems.get(layer.name):
+            patterns = groups.setdefault(problem, {})
+            patterns.setdefault(_pattern(layer.name), []).append(layer.name)
+    return "; ".join(
+        f"{', '.join(_named(pattern, names) for pattern, names in patterns.items())}, {problem}"
+        for problem, patterns in groups.items()
+    )
+
+
+def _pattern(name: str) -> str:
+    """A layer's name with * for the number of its block."""
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
+
+
+def _named(pattern: str, names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} layers {pattern}"
+
+
+def _formats(plan: Plan) -> str:
+    """The formats of the quantized operands in words, such as "FP8", "FP4 and FP8", "e3m4"."""
+    tables = plan.tables or plan.recipe.tables
+    names = {name for table in tables for name in table.own_formats or (f"FP{table.bits}",)}
+    return " and ".join(sorted(names))
+
+
+def _headline(plan: Plan, forward: bool) -> str:
+    share = plan.forward_share if forward else plan.fp8_share
+    percent = f"{100 * share:.0f}"
+    if percent == "100" and share < 1:
+        percent = ">99"
+    if percent == "0" and share > 0:
+        percent = "<1"
+    linears = [layer.fp8 for layer in plan.layers if not layer.groups]
+    groups = [layer.fp8 for layer in plan.layers if layer.groups]
+    kinds = [
+        f"{sum(in_fp8)} of {len(in_fp8)} {noun}{'s' * (len(in_fp8) != 1)}"
+        for noun, in_fp8 in (("linear", linears), ("expert group", groups))
+        if in_fp8
+    ]
+    return f"{_formats(plan)}: {percent} % of {plan.counted} ({', '.join(kinds)})"
