@@ -116,6 +116,7 @@ SCALED_AFTERWARDS = tuple(kernel.name for kernel in KERNELS.values() if kernel.t
 and Ada may accumulate its sums in fewer bits, and torch has it for groups of rows."""
 _FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32
 
+NO_TE = f"Transformer Engine is not installed ({TE_REMEDY})"
 NO_KERNEL = "no GEMM of the GPU backends takes these operands"
 TWO_E5M2 = "no FP8 unit multiplies E5M2 by E5M2"
 MOST_GROUPS = 1023
@@ -128,13 +129,13 @@ def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
     """The reason that a backend, te or torch, runs no linear with these operands on a machine; ""
     if it does. te needs a kernel for all three GEMMs, torch for one of them."""
     plain = plain_gemms(quantizers, hardware, backend=backend)
-    if plain and (backend == "te" or len(plain) == len(quantizers.gemms)):
-        return "; ".join(dict.fromkeys(filter(None, plain.values()))) or _NO_TE_RECIPE
+    problem = next(filter(None, plain.values()), "")
+    if len(plain) == len(quantizers.gemms):
+        return problem or NO_KERNEL
     if backend == "te":
-        if not te_has(quantizers, hardware.capability):
-            return _NO_TE_RECIPE
-        missing = f"Transformer Engine is not installed ({TE_REMEDY})"
-        return "" if hardware.has_te else hardware.te_problem or missing
+        if problem or not te_has(quantizers, hardware.capability):
+            return problem or "Transformer Engine has no recipe with these operands"
+        return "" if hardware.has_te else hardware.te_problem or NO_TE
     if is_older(version_pair(hardware.torch_version), TORCH_MINIMUM):
         least = "{}.{}".format(*TORCH_MINIMUM)
         return (
@@ -144,12 +145,6 @@ def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
     if any(q.stochastic for place, q in quantizers.each.items() if place.startswith("weight")):
         return "the torch backend casts a weight once a step, and not at random"
     return ""
-
-
-# Its `backward_override` has no such operands either: in high precision, TE 2.20.2 multiplies
-# bfloat16 gradients by the float32 weight itself, which no GEMM of cuBLAS does; dequantized, it
-# rounds forward values to bfloat16.
-_NO_TE_RECIPE = "Transformer Engine has no recipe with these operands"
 
 
 def plain_gemms(
@@ -203,14 +198,6 @@ def _lacking_in_groups(quantizers: Quantizers, gemm: str, hardware: Hardware, gr
     wgrad, each group needs rows, a multiple of 16. There are no scales in blocks of 128.
     `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
     in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
-
-    Transformer Engine 2.20.2 has `GroupedLinear`, see `TEGroupedLinear`.
-    The path with splits on the host, which is used, takes every recipe; it casts all weights, also
-    of groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4:
-    128; `get_align_size_for_quantization`). Its other path, with splits on the device, leaves out
-    delayed scaling, custom recipes and `backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3
-    (Hopper: 13.4, current 13.5, block 13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its
-    Hadamard transform) from 10.0.
     """
     if not HOPPER_OR_BLACKWELL.have(hardware.capability) or groups > MOST_GROUPS:
         gpus = HOPPER_OR_BLACKWELL.words
@@ -285,6 +272,9 @@ def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
     runs them as MXFP8."""
     by_operand, kernel = quantizers.each, kernel_of(quantizers)
     if kernel is None:
+        # Not by `backward_override` either: in high precision, TE 2.20.2 multiplies bfloat16
+        # gradients by the float32 weight itself, which no GEMM of cuBLAS does; dequantized, it
+        # rounds forward values to bfloat16.
         return False
     x, weight = by_operand["input"], by_operand["weight"]
     if kernel == "mxfp8" and x.scale_rounding != "rceil":

@@ -331,8 +331,7 @@ def _with_dtype_for(
     wide = sum(work[name] for name, shape in shapes.items() if min(shape) >= WIDE)
     if plan.wide_dtype is not None and work and 2 * wide >= sum(work.values()):
         dtype = plan.wide_dtype
-        reason = f"for which this CPU has instructions: layers are {WIDE} wide or more"
-        reason = f"computes in {dtype}, {reason}"
+        reason = f"computes in {dtype}: this CPU has instructions for it, layers are {WIDE} wide"
     free = plan.backend == "emulate" and not plan.recipe.compute_dtype and plan.device == "cpu"
     if before not in (None, dtype) and free:
         dtype, reason = before, f"computes in {before} as it began; {dtype} is faster here"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
@@ -42,16 +41,16 @@ def summary(plan: Plan, forward: bool = False) -> list[str]:
 
 def notes(plan: Plan) -> list[str]:
     """Notes on models and layers that run in FP8 although it may not be faster, and on emulated
-    layers of sizes that a GPU's FP8 GEMMs do not take; layers that differ only in their block are
-    listed once."""
+    layers of sizes that a GPU's FP8 GEMMs do not take."""
     lines = [f"FP8 may not pay for {plan.doubt}"] if plan.doubt else []
-    doubted = {layer.name: layer.doubt for layer in plan.layers if layer.doubt}
-    if doubted:
-        count = f"{len(doubted)}/{len(plan.layers)} layers"
-        lines.append(f"FP8 may not pay in {count}: {_by_problem(plan, doubted)}")
-    if odd := {layer.name: size for layer in plan.layers if (size := _odd_size(plan, layer))}:
-        where = f"emulated here, but on a GPU not in {plan.recipe.name}"
-        lines.append(f"{where}: {_by_problem(plan, odd)}")
+    if doubted := [layer for layer in plan.layers if layer.doubt]:
+        layers = _by_kind(doubted, lambda layer: layer.doubt)
+        lines.append(
+            f"FP8 may not pay in {len(doubted)}/{len(plan.layers)} layers: {'; '.join(layers)}"
+        )
+    if odd := [layer for layer in plan.layers if _odd_size(plan, layer)]:
+        layers = _by_kind(odd, lambda layer: _odd_size(plan, layer))
+        lines.append(f"emulated here, but on a GPU not in {plan.recipe.name}: {'; '.join(layers)}")
     return lines
 
 
@@ -65,14 +64,19 @@ def beside_layers(plan: Plan) -> Iterator[str]:
 
 def sentences(layers: Iterable[LayerPlan]) -> list[str]:
     """The reasons of layers, a sentence for those that differ only in their block."""
-    groups: dict[tuple[str, str], list[LayerPlan]] = {}
+    told = (layer for layer in layers if layer.reason or layer.why)
+    return _by_kind(told, lambda layer: f"{layer.precision}, {layer.reason or layer.why}")
+
+
+def _by_kind(layers: Iterable[LayerPlan], text: Callable[[LayerPlan], str]) -> list[str]:
+    """A text about each layer after its name, one for layers that differ only in their block."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
-        if layer.reason or layer.why:
-            anonymous = replace(layer, name="").sentence
-            groups.setdefault((_pattern(layer.name), anonymous), []).append(layer)
+        pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
+        groups.setdefault((pattern, text(layer)), []).append(layer.name)
     return [
-        replace(group[0], name=_named(pattern, [layer.name for layer in group])).sentence
-        for (pattern, _), group in groups.items()
+        f"{names[0] if len(names) == 1 else f'{len(names)} layers {pattern}'}: {about}"
+        for (pattern, about), names in groups.items()
     ]
 
 
@@ -90,28 +94,6 @@ def _odd_size(plan: Plan, layer: LayerPlan) -> str:
     if not emulated or quantizers is None or layer.groups or kernel_of(quantizers) is None:
         return ""
     return indivisible((layer.in_features, layer.out_features), feature_multiple(quantizers, "te"))
-
-
-def _by_problem(plan: Plan, problems: dict[str, str]) -> str:
-    """The problems of layers, each after the names of its layers."""
-    groups: dict[str, dict[str, list[str]]] = {}
-    for layer in plan.layers:
-        if problem := problems.get(layer.name):
-            patterns = groups.setdefault(problem, {})
-            patterns.setdefault(_pattern(layer.name), []).append(layer.name)
-    return "; ".join(
-        f"{', '.join(_named(pattern, names) for pattern, names in patterns.items())}, {problem}"
-        for problem, patterns in groups.items()
-    )
-
-
-def _pattern(name: str) -> str:
-    """A layer's name with * for the number of its block."""
-    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
-
-
-def _named(pattern: str, names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} layers {pattern}"
 
 
 def _formats(plan: Plan) -> str:

@@ -19,6 +19,7 @@ from fp8stack.precision.native_gemms import (
     BLACKWELL,
     KERNELS,
     NO_KERNEL,
+    NO_TE,
     TWO_E5M2,
     is_older,
     kernel_of,
@@ -140,54 +141,43 @@ def _resolve_plain(
     requested: str, recipe: Recipe, hardware: Hardware, backend: str
 ) -> tuple[Plan, str]:
     """The plan for a recipe without FP8, and a sentence about the substitution or ""."""
-    dtype = recipe.compute_dtype
+    dtype, capability = recipe.compute_dtype, hardware.capability
     assert dtype is not None
-    capability = hardware.capability
     runs: ComputeDtype = dtype
-    notes: list[str] = []
-    substitutions: list[str] = []
-    if capability is None:
-        if dtype == "tf32":
-            runs = "fp32"
-        elif hardware.other_gpu:
-            pass
-        elif dtype == "bf16" and not hardware.cpu_bf16:
-            notes.append("this CPU has no bf16 instructions: bf16 runs, slower than fp32")
-        elif dtype == "fp16":
-            notes.append("float16 on a CPU is for study: it runs slower than fp32")
-    elif dtype == "bf16":
-        runs = best_plain_dtype(hardware)
-    elif (dtype == "tf32" and capability < (8, 0)) or (dtype == "fp16" and capability < (7, 0)):
-        runs = "fp32"
-    if runs != dtype:
-        scaled = " with loss scaling" if runs == "fp16" else ""
-        substitutions.append(
-            f"{dtype} needs {_NEEDS[dtype]}, this is {kind_of(hardware)}: {runs}{scaled}"
-        )
+    least, substitutions = _LEAST.get(dtype), []
+    if least is not None and (dtype == "tf32" if capability is None else capability < least):
+        runs = best_plain_dtype(hardware) if dtype == "bf16" else "fp32"
+        scaled = " with loss scaling" * (runs == "fp16")
+        substitutions = [f"{_lacking(dtype, hardware)}: {runs}{scaled}"]
         recipe = load_recipe(runs)
     if backend not in ("auto", "reference"):
         no_gpu = backend == "te" and capability is None
         lacking = "Transformer Engine needs a CUDA GPU, and " if no_gpu else ""
         reason = f"{lacking}{recipe.name} has no FP8 GEMM: the reference backend runs it"
         substitutions.append(reason)
+    lacks_instructions = dtype == "fp16" or (dtype == "bf16" and not hardware.cpu_bf16)
+    is_slow = hardware.device == "cpu" and lacks_instructions
     plan = Plan(
         asked=requested,
         recipe=recipe,
         backend="reference",
-        native=not notes and runs == dtype,
+        native=not is_slow and runs == dtype,
         hardware=hardware,
         device=hardware.device,
         compute_dtype=runs,
-        reasons=tuple(substitutions + notes),
+        reasons=(*substitutions, *[f"{dtype} is slower than fp32 on this CPU"] * is_slow),
     )
     return plan, next(iter(substitutions), "")
 
 
-_NEEDS = {
-    "bf16": "compute capability 8.0",
-    "fp16": "compute capability 7.0",
-    "tf32": "an NVIDIA GPU of compute capability 8.0",
-}
+_LEAST: dict[str, tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0), "tf32": (8, 0)}
+"""The lowest compute capability of GPUs of NVIDIA that compute in a dtype."""
+
+
+def _lacking(dtype: str, hardware: Hardware) -> str:
+    return "{} needs compute capability {}.{}, this is {}".format(
+        dtype, *_LEAST[dtype], kind_of(hardware)
+    )
 
 
 def _resolve_fp8(
@@ -249,11 +239,15 @@ def _choose_backend(
         name: unable(name, quantizers, hardware) or without.get(name, "") for name in PREFERENCE
     }
     able = [name for name in PREFERENCE if not problems[name]]
+    te, te_problem = problems["te"], without.get("te") or hardware.te_problem
     if not able:
-        problem = "; ".join(dict.fromkeys(problems.values()))
+        # Of two reasons, the one that can be mended, torch's first.
+        newer_torch = unable("torch", quantizers, replace(hardware, torch_version=""))
+        is_mended_by_te = newer_torch and te in (te_problem, hardware.te_problem, NO_TE)
+        problem = te if is_mended_by_te else problems["torch"]
         # On GPUs with bf16, emulation is nearly as fast as bf16: worth it where nothing else is
         # exact. A custom format is for study: it is emulated on every GPU.
-        special = capability >= (8, 9) and TWO_E5M2 in problem
+        special = capability >= (8, 9) and TWO_E5M2 in problems.values()
         is_for_study = kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)
         if special or is_for_study or quantizers.own_formats:
             return "emulate", f"{problem}: emulated, same bytes and scales", True
@@ -263,9 +257,7 @@ def _choose_backend(
     if backend != "auto":
         return able[0], f"{problems[backend]}; {able[0]} runs instead", True
     # Give the reason if an installed TE, which "auto" prefers, does not work or is avoided.
-    te = problems["te"]
-    is_avoided = bool(te) and te == (without.get("te") or hardware.te_problem)
-    return able[0], f"{te}; {able[0]} runs" if is_avoided else "", False
+    return able[0], f"{te}: {able[0]} runs" if te and te == te_problem else "", False
 
 
 def _by_tensor(recipe: Recipe) -> bool:
@@ -290,7 +282,7 @@ def _compute_dtypes(
         return requested or "fp32", "bf16" if multiplies_bf16 and not requested else None, ""
     if capability is None or capability >= (8, 0):
         return requested or "bf16", None, ""
-    lacking = f"bf16 needs {_NEEDS['bf16']}, this is {kind_of(hardware)}: fp32"
+    lacking = f"{_lacking('bf16', hardware)}: fp32"
     return "fp32", None, lacking if requested == "bf16" else ""
 
 

@@ -63,7 +63,7 @@ CASES = {  # further flags of pretrain: what must be said
     ),
     "strict te": (
         ["--recipe", "delayed", "--backend", "te", "--device", "cpu", "--strict"],
-        "--strict: 'delayed' does not run as asked: Transformer Engine needs a CUDA GPU",
+        "--strict: 'delayed' does not run as asked: delayed needs an FP8 GPU and this is a CPU",
     ),
     "strict reference": (
         ["--recipe", "current", "--backend", "reference", "--strict"],
@@ -74,7 +74,7 @@ CASES = {  # further flags of pretrain: what must be said
             *("--recipe", "delayed", "--backend", "torch", "--device", "cpu", "--strict"),
             *("--set", "model_overrides.width=24"),
         ],
-        "--strict: blocks.0.attention.qkv cannot run in FP8: 24 in features, not divisible by 16",
+        "--strict: blocks.0.attention.qkv cannot run in FP8: 24 in features and 72 out features, not divisible by 16",
     ),
 }
 
@@ -317,7 +317,7 @@ def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     doctor.show(hardware, Console(file=printed, width=width))
     lines = printed.getvalue().splitlines()
     assert problem in lines
-    assert f"auto, delayed, current, block: {problem}; torch runs" in lines
+    assert f"auto, delayed, current, block: {problem}: torch runs" in lines
     # A row of a recipe is one line from 80 columns on.
     row = r"│ nvfp4_forward_high +│ nvfp4_forward_high \(emulated\) "
     assert bool(re.search(row, printed.getvalue())) == (width >= 80)

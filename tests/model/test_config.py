@@ -79,7 +79,7 @@ def test_sizes_are_to_be_multiples_of_16_bytes_or_of_mxfp8s_blocks():
 def test_a_width_that_does_not_divide_is_named_with_the_next_that_does():
     config = GPTConfig(vocabulary=128, context=32, layers=1, width=40, heads=10)
     plan = plan_for(config, "delayed", assumed("9.0"))
-    reason = "40 in features, not divisible by 16"
+    reason = "40 in features and 40 out features, not divisible by 16"
     assert plan.layer("blocks.0.attention.output").reason == reason
     assert size_notes(config, plan) == [
         "width 40 is no multiple of 16, which FP8 GEMMs want; the next one is 48",

@@ -51,8 +51,8 @@ def test_a_model_is_planned_for_a_gpu_that_is_not_here(machine, backend):
 def test_an_emulated_layer_that_no_gpu_takes_in_fp8_is_noted():
     notes = [line for line in fp8stack.plan(model(), "delayed").summary() if "note:" in line]
     assert notes == [
-        "note: emulated here, but on a GPU not in delayed: 2, 50 out features, not divisible by "
-        "16; 3, 50 in features, not divisible by 16"
+        "note: emulated here, but on a GPU not in delayed: 2: 50 out features, not divisible by "
+        "16; 3: 50 in features, not divisible by 16"
     ]
     even = nn.Sequential(nn.Linear(64, 64))
     assert fp8stack.plan(even, "mxfp8").notes == []
