@@ -10,14 +10,12 @@ from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.layers.delayed import DelayedScaling
 
 
-def shared_fp8_state(model: nn.Module) -> dict[str, Tensor]:
-    """The FP8 state of `model` between two steps, see `fp8stack.fp8_state`. All ranks must call
-    this, since it has the amaxes of all."""
+def apply_pending_updates(model: nn.Module) -> None:
+    """Call `apply_pending_update` of each converted module in `model`."""
     for module in model.modules():
         delayed = getattr(module, "delayed_scaling", None)
         if isinstance(delayed, DelayedScaling):
             delayed.apply_pending_update()
-    return fp8_state(model)
 
 
 class FP8State:
@@ -35,8 +33,9 @@ class FP8State:
         self.model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See `shared_fp8_state`."""
-        return shared_fp8_state(self.model)
+        """The FP8 state between two steps, see `fp8stack.fp8_state`. All ranks must call this."""
+        apply_pending_updates(self.model)
+        return fp8_state(self.model)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore a `state_dict`. Raises what `fp8stack.load_fp8_state` raises."""

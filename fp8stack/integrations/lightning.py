@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.integrations.fp8_state import shared_fp8_state
+from fp8stack.integrations.fp8_state import apply_pending_updates
 from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.model.convert import convert
 from fp8stack.model.convertible import find_layers
@@ -104,9 +104,15 @@ class FP8Precision(_base()):  # type: ignore[misc]
                 )
         return matching
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, and update the scales before the model is evaluated or saved."""
+        result = super().optimizer_step(*args, **kwargs)
+        apply_pending_updates(self._module)
+        return result
+
     def state_dict(self) -> dict[str, Tensor]:
         """The FP8 state; Lightning saves it as `checkpoint["FP8Precision"]`."""
-        return shared_fp8_state(self._module)
+        return fp8_state(self._module)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore the FP8 state. Raises what `fp8stack.load_fp8_state` raises."""

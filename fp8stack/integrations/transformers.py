@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fp8stack.integrations.fp8_state import shared_fp8_state
+from fp8stack.integrations.fp8_state import apply_pending_updates
 from fp8stack.layers import fp8_state, load_fp8_state
 
 log = logging.getLogger("fp8stack")
@@ -34,12 +34,18 @@ class FP8StateCallback(TrainerCallback):
     def __init__(self, resume_from: str | Path | None = None) -> None:
         self.resume_from = resume_from
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Update the scales before the model is evaluated or saved."""
+        apply_pending_updates(kwargs["model"])
+
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write the state next to the weights. Of several ranks, which share the state, one
         writes."""
-        fp8, checkpoint = shared_fp8_state(kwargs["model"]), _checkpoint(args, state)
+        fp8, checkpoint = fp8_state(kwargs["model"]), _checkpoint(args, state)
         if not fp8 or not args.should_save:
             return
         if checkpoint.is_dir():

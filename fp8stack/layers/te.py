@@ -216,8 +216,8 @@ class TEDelayedScaling(DelayedScaling):
     def __init__(self) -> None:
         super().__init__()
         self._states: list[TEState] = []
-        # Whether slots, by name, belong to weights: bool, on the device.
-        self._of_weights: dict[tuple[str, ...], Tensor] = {}
+        # For slots, by name, on the device: their columns, and whether they are not of weights.
+        self._columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def register_states(self, states: Iterable[TEState]) -> None:
@@ -237,11 +237,12 @@ class TEDelayedScaling(DelayedScaling):
         if names:
             slots = [self.slots[name] for name in names]
             amaxes = torch.stack([amax for state in recording for amax in state.amaxes])
-            if names not in self._of_weights:
-                of_weights = [slot.operand == "weight" for slot in slots]
-                self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
-            columns = [slot.column for slot in slots]
-            counts = self.unrecorded[columns] | ~self._of_weights[names]
+            if names not in self._columns:
+                columns = torch.tensor([slot.column for slot in slots], device=amaxes.device)
+                not_weights = [slot.operand != "weight" for slot in slots]
+                self._columns[names] = columns, torch.tensor(not_weights, device=amaxes.device)
+            columns, always_count = self._columns[names]
+            counts = self.unrecorded[columns] | always_count  # see `Slot.cast_arguments`
             # A comparison with NaN is false: cuDNN may give one.
             counted = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
             recorded = [self.history.recorded(name) for name in names]

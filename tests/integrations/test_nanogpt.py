@@ -125,6 +125,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if (scaling := fp8stack.delayed_scaling_of(raw_model)) is not None:
+            scaling.apply_pending_update()  # added
     return raw_model, losses
 
 
