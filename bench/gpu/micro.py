@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -314,10 +315,8 @@ def tiled_product(
     x, width, columns = product.x, fused_casts._width(product), product.shape[1]
     scale, exact = torch.ones((), device=x.device), variants.converts_exactly(x.device)
     outputs: Row = {"across": True, "record": True, "sums": sums}
-    options = outputs | {"rows": high, "columns": wide}
-    variant = fused_casts.product_variant(
-        product, Quantizer(format=format), "given", exact, **options
-    )
+    variant = fused_casts.product_variant(product, Quantizer(format=format), exact, **outputs)
+    variant = replace(variant, rows=high, columns=wide)
     down, right = -(-len(x) // high), -(-width // wide)
     data, transposed = x.new_empty((2, len(x) * columns), dtype=torch.uint8)
     amaxes, total = x.new_empty(down * right).float(), x.new_empty(down, columns).float()
