@@ -158,13 +158,10 @@ class PlanFollower:
             reason = not_converted(module)
             if updated.precision != UNCHANGED and reason:
                 updated = replace(updated, fp8=False, precision=UNCHANGED, reason=reason)
-        elif layer.quantizers is not None:
-            shape = (updated.in_features, updated.out_features)
-            if reason := unserved(plan, layer.name, shape, layer.quantizers):
-                assert isinstance(module, LowPrecisionLinear)
-                module.in_fp8 = False
-                dtype = plan.compute_dtype
-                updated = replace(updated, fp8=False, precision=dtype, reason=reason)
+        elif layer.quantizers is not None and (reason := unserved(plan, updated)):
+            assert isinstance(module, LowPrecisionLinear)
+            module.in_fp8 = False
+            updated = replace(updated, fp8=False, precision=plan.compute_dtype, reason=reason)
         return updated
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -96,9 +96,9 @@ def trace(
         UserError: a tensor has more bytes than 64 bits can count.
     """
     kinds = meta.kinds_of(plan) if blocks is None else tuple((index,) for index in blocks)
-    machine = plan.hardware
-    alike = Hardware(other_gpu=machine.other_gpu, slow_scaled_mm=machine.slow_scaled_mm)
-    traced = replace(plan, asked="", reasons=(), hardware=alike)
+    other_gpu, slow = plan.hardware.other_gpu, plan.hardware.slow_scaled_mm
+    hardware = Hardware(other_gpu=other_gpu, slow_scaled_mm=slow)
+    traced = replace(plan, asked="", reasons=(), hardware=hardware)
     rows, chunk = sequences * context, losses.chunk_rows(config.vocabulary)
     if backward:
         chunk = rows

@@ -110,8 +110,7 @@ class Plan:
         strict: whether substitutions are errors.
         layers: the decisions for linear layers, see `for_layers`.
         doubt: why FP8 may not pay in the model.
-        work_outside_linears: multiplications per token with weights outside linears, such as
-            experts in one tensor.
+        work_outside_linears: multiplications per token with weights outside linears.
         counted: "GEMM FLOPs"; "GEMM weights" if the tokens that experts receive are unknown and
             each counts as if it received all of them.
         has_quantized_weights: whether weights are those of a quantized folder, so that a GEMM of
@@ -233,21 +232,17 @@ class Plan:
                 the recipe does not set it.
 
         Raises:
-            UserError: an exclusion matches no layer; under `strict`, the hardware cannot serve a
-                layer.
+            UserError: an exclusion matches no layer; under `strict`, a layer cannot be served.
         """
         left_out, grouped = left_out or {}, grouped or {}
-        inner = {name: shapes[name] for name in shapes if name not in {*heads, *routers}}
-        plan = _with_dtype_for(self, inner, grouped, compute_dtype)
+        plan = _with_dtype_for(self, shapes, {*heads, *routers}, grouped, compute_dtype)
         layers = _decided(plan, shapes, heads, left_out, otherwise, routers, grouped, tokens)
         plan = replace(plan, layers=layers, doubt=_host_doubt(plan, layers, tokens))
         if plan.asked == "auto" and plan.is_fp8 and layers and (plan.doubt or not plan.runs_fp8):
             return _without_fp8(plan, left_out).for_layers(
                 shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
             )
-        reasons = plan.reasons if plan.runs_fp8 or not plan.is_fp8 else _machine_reasons(plan)
-        of_layers = (layer.sentence for layer in layers if layer.reason or layer.why)
-        return replace(plan, reasons=tuple(dict.fromkeys((*reasons, *of_layers))))
+        return _with_layer_reasons(plan)
 
     def backend_of(self, layer: LayerPlan) -> BackendName:
         """The backend that runs `layer`."""
@@ -262,26 +257,21 @@ class Plan:
         """The dtype of a quantized layer's operands in emulated GEMMs: the compute dtype if it
         represents their values exactly and, on a CPU, the GEMMs may round to it; else float32, as
         on GPUs of other makers, where torch may not multiply bfloat16 matrices to float32."""
-        quantizers = layer.emulated
-        on_cpu = self.device == "cpu"
-        exact = quantizers.by_bf16_gemms if on_cpu else quantizers.exact_in_bf16
+        table = layer.emulated
+        exact = table.by_bf16_gemms if self.device == "cpu" else table.exact_in_bf16
         return self.compute_dtype if exact and not self.hardware.other_gpu else "fp32"
 
     @property
     def fp8_share(self) -> float:
-        """The share of FP8 in the multiplications of all GEMMs with weights, in the forward and
-        backward pass. Attention has no weights and does not count."""
+        """The share of FP8 in the multiplications of all GEMMs with weights, in both passes."""
         return self._share_of(sum(layer.fp8_work for layer in self.layers))
 
     @property
     def forward_share(self) -> float:
-        """The share of FP8 in the forward pass alone, see `fp8_share`."""
-        in_fp8 = 0.0
-        for layer in self.layers:
-            table = layer.quantizers
-            if table and table.input and (table.weight or self.has_quantized_weights):
-                in_fp8 += layer.work
-        return self._share_of(in_fp8)
+        """The share of FP8 in the forward pass alone."""
+        is_served = self.has_quantized_weights
+        tables = [(layer.work, layer.quantizers) for layer in self.layers if layer.quantizers]
+        return self._share_of(sum(w for w, t in tables if t.input and (t.weight or is_served)))
 
     def _share_of(self, work: float) -> float:
         total = sum(layer.work for layer in self.layers) + self.work_outside_linears
@@ -321,14 +311,16 @@ class Plan:
 def _with_dtype_for(
     plan: Plan,
     shapes: Mapping[str, tuple[int, int]],
+    left_out: Collection[str],
     grouped: Mapping[str, int],
     before: ComputeDtype | None,
 ) -> Plan:
-    """The plan with the compute dtype for layers of these shapes, or with the one that was
-    decided `before`, if it is free."""
+    """The plan with the compute dtype for layers of these shapes, except those `left_out`, or with
+    the one that was decided `before`, if it is free."""
     dtype, reason = plan.compute_dtype, ""
-    work = {name: prod(shape) * grouped.get(name, 1) for name, shape in shapes.items()}
-    wide = sum(work[name] for name, shape in shapes.items() if min(shape) >= WIDE)
+    inner = {name: shape for name, shape in shapes.items() if name not in left_out}
+    work = {name: prod(shape) * grouped.get(name, 1) for name, shape in inner.items()}
+    wide = sum(work[name] for name, shape in inner.items() if min(shape) >= WIDE)
     if plan.wide_dtype is not None and work and 2 * wide >= sum(work.values()):
         dtype = plan.wide_dtype
         reason = f"computes in {dtype}: this CPU has instructions for it, layers are {WIDE} wide"
@@ -384,14 +376,14 @@ def _decided(
 def _on_hardware(plan: Plan, layer: LayerPlan, tokens: int | None) -> LayerPlan:
     """The decision for a layer that the recipe quantizes. `tokens` as for `for_layers`."""
     assert layer.quantizers is not None
-    shape, doubted = (layer.in_features, layer.out_features), ""
     backend, reason, high_precision = _served_by(plan, layer.quantizers, layer.groups)
-    problem = unserved(plan, layer.name, shape, layer.quantizers, layer.groups)
+    problem, doubted = unserved(plan, layer), ""
     # Emulation is for the numerics, not for speed.
     if tokens is not None and not problem and not layer.groups and backend != "emulate":
+        shape = tokens, layer.in_features, layer.out_features
         gpu = find_gpu(plan.hardware.name) if plan.device == "cuda" else None
         count = len(layer.quantizers.gemms) - len(high_precision)
-        doubted = doubt((tokens, *shape), layer.quantizers, gpu, count)
+        doubted = doubt(shape, layer.quantizers, gpu, count)
     if doubted and plan.asked == "auto":
         problem = f"FP8 does not pay for {doubted}"
     if problem:
@@ -412,8 +404,8 @@ def _served_by(
     some GEMMs are in no FP8, and these GEMMs. `groups` is the number of groups of a grouped
     linear."""
     backend, reasons = plan.backend, []
-    is_recipes = quantizers == plan.recipe.quantizers
-    if backend in ("te", "torch") and not is_recipes:
+    is_recipe_table = quantizers == plan.recipe.quantizers
+    if backend in ("te", "torch") and not is_recipe_table:
         if problem := unable("torch", quantizers, plan.hardware):
             return "emulate", f"{problem}: emulated", ()
         if backend == "te":
@@ -425,29 +417,28 @@ def _served_by(
         problem = next(filter(None, plain.values()), "no GEMM is quantized")
         return "emulate", f"{problem}: emulated", ()
     # The plan's reasons name those of linears with the recipe's own quantizers.
-    if plain and not (is_recipes and plain == plain_gemms(quantizers, plan.hardware)):
+    if plain and not (is_recipe_table and plain == plain_gemms(quantizers, plan.hardware)):
         reasons.append(plain_in_words(plain))
     return backend, "; ".join(reasons), tuple(plain)
 
 
-def unserved(
-    plan: Plan, name: str, shape: tuple[int, int], quantizers: Quantizers, groups: int = 0
-) -> str:
-    """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
-    `groups` is the number of groups of a grouped linear.
+def unserved(plan: Plan, layer: LayerPlan) -> str:
+    """The reason that the hardware cannot run a quantized layer of this shape in FP8; "" if it can.
 
     Raises:
         UserError: it cannot, under `strict`.
     """
-    backend, problem, plain = _served_by(plan, quantizers, groups)
+    assert layer.quantizers is not None
+    backend, problem, plain = _served_by(plan, layer.quantizers, layer.groups)
     if backend == "emulate":  # which pads
         if plan.strict and plan.backend != "emulate":
-            raise UserError(f"--strict: {name} does not run as asked: {problem}.")
+            raise UserError(f"--strict: {layer.name} does not run as asked: {problem}.")
         return ""
-    scaled = quantizers.only([gemm for gemm in quantizers.gemms if gemm not in plain])
+    scaled = layer.quantizers.only([gemm for gemm in layer.quantizers.gemms if gemm not in plain])
+    shape = layer.in_features, layer.out_features
     problem = plan_text.indivisible(shape, feature_multiple(scaled, backend))
     if problem and plan.strict:
-        raise UserError(f"--strict: {name} cannot run in FP8: {problem}.")
+        raise UserError(f"--strict: {layer.name} cannot run in FP8: {problem}.")
     return problem
 
 
@@ -459,6 +450,13 @@ def _host_doubt(plan: Plan, layers: Collection[LayerPlan], tokens: int | None) -
     by_torch = [la for la in layers if la.fp8 and plan.backend_of(la) == "torch"]
     work = tokens * sum(layer.work for layer in layers)
     return host_doubt(work, len(layers), len(by_torch), find_gpu(plan.hardware.name))
+
+
+def _with_layer_reasons(plan: Plan) -> Plan:
+    """The plan with the reasons of its layers."""
+    reasons = plan.reasons if plan.runs_fp8 or not plan.is_fp8 else _machine_reasons(plan)
+    of_layers = (layer.sentence for layer in plan.layers if layer.reason or layer.why)
+    return replace(plan, reasons=tuple(dict.fromkeys((*reasons, *of_layers))))
 
 
 def _machine_reasons(plan: Plan) -> tuple[str, ...]:

@@ -64,8 +64,8 @@ def beside_layers(plan: Plan) -> Iterator[str]:
 
 def sentences(layers: Iterable[LayerPlan]) -> list[str]:
     """The reasons of layers, a sentence for those that differ only in their block."""
-    told = (layer for layer in layers if layer.reason or layer.why)
-    return _by_kind(told, lambda layer: f"{layer.precision}, {layer.reason or layer.why}")
+    explained = (layer for layer in layers if layer.reason or layer.why)
+    return _by_kind(explained, lambda layer: f"{layer.precision}, {layer.reason or layer.why}")
 
 
 def _by_kind(layers: Iterable[LayerPlan], text: Callable[[LayerPlan], str]) -> list[str]:

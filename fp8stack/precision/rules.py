@@ -241,7 +241,7 @@ def _choose_backend(
     able = [name for name in PREFERENCE if not problems[name]]
     te, te_problem = problems["te"], without.get("te") or hardware.te_problem
     if not able:
-        # Of two reasons, the one that can be mended, torch's first.
+        # Give the reason of the backend that newer or other software would mend.
         newer_torch = unable("torch", quantizers, replace(hardware, torch_version=""))
         is_mended_by_te = newer_torch and te in (te_problem, hardware.te_problem, NO_TE)
         problem = te if is_mended_by_te else problems["torch"]
