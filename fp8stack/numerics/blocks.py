@@ -9,9 +9,10 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8stack.common.formats import Quantizer
-from fp8stack.numerics.cast import is_readable, magnitude
+from fp8stack.numerics.cast import magnitude
 
 Block = tuple[int, int]
 """Rows and columns that share a scale; 0 is all of them."""
@@ -93,7 +94,8 @@ def split_into_blocks(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Callable
 def block_amax(blocks: Tensor) -> Tensor:
     """The amax of each block of [n0, b0, n1, b1, ...], NaN ignored: [n0, 1, n1, 1, ...]."""
     dims = list(range(1, blocks.ndim, 2))
-    if is_readable(blocks):  # without a copy
+    is_eager = not torch.compiler.is_compiling() and type(blocks) is not FakeTensor
+    if is_eager and blocks.device.type == "cpu":  # without a copy, see `cast.amax`
         low, high = blocks.amin(dims, keepdim=True), blocks.amax(dims, keepdim=True)
         largest = torch.maximum(low.abs(), high.abs())
         if not bool(largest.isnan().any()):

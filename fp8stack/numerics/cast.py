@@ -151,20 +151,13 @@ def amax(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() and x.ndim > 1:
         # Reducing rows first lets the compiler fuse it with its neighbours (pytorch issue 133242).
         return magnitude(x).amax(dim=-1).max()
-    if not is_readable(x):
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is FakeTensor:
         return magnitude(x).max()  # to look for a NaN first would wait for the device
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy first
     largest = torch.maximum(low.abs(), high.abs())
     if bool(largest.isnan()):
         largest = magnitude(x).max()
     return largest.to(torch.float32)
-
-
-def is_readable(x: Tensor) -> bool:
-    """Whether Python can read the values of `x` at once: those of an eager tensor on the CPU."""
-    return (
-        x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) is not FakeTensor
-    )
 
 
 def magnitude(x: Tensor) -> Tensor:
