@@ -1,4 +1,5 @@
-"""A training step in every precision and several sizes, with confidence intervals.
+"""A training step by precision and size, and as batch, context and depth grow; casts, scales, amax
+histories and the judging of a step by themselves. On one rank, with confidence intervals.
 
 Arms take turns, so that ratios are computed within a round; the interval shows the noise. On a CPU
 the sizes are widths of a small GPT; on a GPU they are models.
@@ -11,19 +12,37 @@ import argparse
 from matplotlib.figure import Figure
 
 from bench import report, runner
+from bench.cells import some_of
+from bench.cost import emulation, operations
 from bench.cost.step import in_turns
 from bench.report import Report, Row
-from fp8stack.analysis.benchmark.step_timing import PRECISIONS, StepWork, works
-from fp8stack.model.config import GPTConfig
-from fp8stack.precision import probe
+from fp8stack.analysis.benchmark.step_timing import PRECISIONS, SMALL, StepWork, works
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.precision import Hardware, probe
 
-SHORT = ["--rounds", "20", "--budget", "15"]
+PARTS = ("sizes", "growth", "operations")
+SHORT = ["--parts", "sizes,operations", "--rounds", "20", "--budget", "15"]
 WIDTHS = (128, 256, 384)
 GPU_MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1.5b")
+GROWING = ["delayed"]  # recipes of the part "growth", relative to the baseline
+AXES: dict[str, dict[str, list[int]]] = {
+    "cpu": {"batch": [32, 64, 128, 256], "context": [64, 128, 256], "layers": [2, 4, 6]},
+    "cuda": {"batch": [32, 64, 128, 256], "context": [256, 512, 1024], "layers": [6, 12, 24]},
+}
+# Small enough that a batch of 256 fits into a laptop's memory and takes about a second.
+NARROW = GPTConfig(vocabulary=256, context=32, layers=2, width=128, heads=2)
+TINY = {"batch": [1, 2], "context": [16, 32], "layers": [1, 2]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runner.add_options(parser, rounds=100, budget_s=600.0, warm_up=10, recipes=PRECISIONS)
+    runner.add_options(parser, rounds=100, budget_s=120.0, warm_up=10, recipes=PRECISIONS)
+    parser.add_argument(
+        "--parts",
+        type=some_of("part", PARTS),
+        default=[*PARTS],
+        metavar="A,B",
+        help=f"some of {','.join(PARTS)} (default: all)",
+    )
 
 
 def sizes(device: str, tiny: bool) -> list[StepWork]:
@@ -45,37 +64,76 @@ def sizes(device: str, tiny: bool) -> list[StepWork]:
     ]
 
 
+def grown(axis: str, value: int, hardware: Hardware, tiny: bool) -> StepWork:
+    """The work of a step with one of its sizes changed."""
+    if tiny:
+        base = emulation.tiny_work()
+        config, batch, context = base.config, 1, 16
+    elif hardware.device == "cuda":
+        config, batch, context = load_config("gpt2-124m"), 32, 256
+    elif axis == "batch":
+        config, batch, context = NARROW, 32, 32
+    else:
+        config, batch, context = SMALL, 4, 128
+    batch = value if axis == "batch" else batch
+    context = value if axis == "context" else context
+    layers = value if axis == "layers" else config.layers
+    changed = config.model_dump() | {"layers": layers, "context": max(context, config.context)}
+    return StepWork(
+        model=f"{axis} {value}", config=GPTConfig(**changed), batch=batch, context=context
+    )
+
+
 def measure(arguments: argparse.Namespace) -> Report:
     hardware = probe(arguments.device)
     rows: list[Row] = []
-    for work in sizes(hardware.device, arguments.tiny):
-        rows += in_turns(work, arguments.recipes, hardware, arguments)
-    return report.report_of(hardware.device, runner.timing_settings(arguments), rows)
+    if "sizes" in arguments.parts:
+        for work in sizes(hardware.device, arguments.tiny):
+            turns = in_turns(work, arguments.recipes, hardware, arguments)
+            rows += [row | {"part": "sizes"} for row in turns]
+    if "growth" in arguments.parts:
+        for axis, values in (TINY if arguments.tiny else AXES[hardware.device]).items():
+            for value in values:
+                work = grown(axis, value, hardware, arguments.tiny)
+                rows += in_turns(work, GROWING, hardware, arguments)
+    if "operations" in arguments.parts:
+        rows += operations.rows(hardware.device, arguments)
+    settings = runner.timing_settings(arguments) | {"ranks": 1}
+    return report.report_of(hardware.device, settings, rows)
 
 
 def table(data: Report) -> str:
     rows = data["results"]
-    cell = {(row["arm"], row["case"]): report.paired_cell(row) for row in rows}
+    cell = {
+        (row["arm"], row["case"]): report.paired_cell(row)
+        for row in rows
+        if row.get("part") == "sizes"
+    }
     for row in data["left_out"]:
         cell[row["arm"], row["case"]] = row["left_out"].partition(":")[0]
     order = list(dict.fromkeys([rows[0]["ratio_to"], *PRECISIONS, *(arm for arm, _ in cell)]))
     grid = {place: cell[place] for place in sorted(cell, key=lambda place: order.index(place[0]))}
-    text = f"A training step, its time relative to {rows[0]['ratio_to']} in the same round: the "
-    text += "median over the\n"
-    text += "rounds, and its 95 % confidence interval. fp16 scales its loss."
-    extra = {"tokens/s": report.number("tokens_per_s", 0), "relative time": report.paired_cell}
-    return (
-        report.heading(data, "Training steps by precision and size", text)
-        + report.crossed(grid, "precision")
-        + "\n"
-        + report.timing_table(rows, extra)
+    text = (
+        "Time relative to another arm's in the same round: the median over the rounds, and its\n"
+        f"95 % confidence interval. Steps are relative to {rows[0]['ratio_to']}, operations to\n"
+        "the first arm of their case. fp16 scales its loss."
     )
+    extra = {
+        "tokens/s": report.number("tokens_per_s", 0),
+        "GB/s": report.number("gb_per_s", 1),
+        "relative time": report.paired_cell,
+    }
+    title = "Training steps by precision and size, and operations of FP8"
+    crossed = report.crossed(grid, "precision") + "\n" if grid else ""
+    return report.heading(data, title, text) + crossed + report.timing_table(rows, extra)
 
 
 def figure(data: Report) -> Figure:
-    plot = report.ratio_figure(data["results"], "Training steps", "paired")
+    steps = [row for row in data["results"] if row.get("part") == "sizes"]
+    drawn = steps or data["results"]
+    plot = report.ratio_figure(drawn, "Training steps", "paired")
     for panel in plot.axes:
-        rows = [row for row in data["results"] if row["case"] == panel.get_title()]
+        rows = [row for row in drawn if row["case"] == panel.get_title()]
         values = [row["paired"] for row in rows]
         ends = [
             [row["paired"] - row["paired_low"] for row in rows],

@@ -1,7 +1,6 @@
 """One linear, forward and backward, in every recipe and backend that runs here, and in torchao.
 
-On a CPU also grouped linears beside loops of linears. On a GPU also the GEMMs alone, on operands
-that are already in FP8, to show the cost of quantizing.
+On a GPU also the GEMMs alone, on operands that are already in FP8, to show the cost of quantizing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from functools import partial
 import torch
 
 from bench import peers, report, runner
-from bench.cost import emulation, groups
+from bench.cost import emulation
 from bench.report import Report, Row
 from fp8stack.analysis.benchmark.step_timing import FP8, baseline, served
 from fp8stack.analysis.benchmark.timing import Timing
@@ -46,15 +45,6 @@ def measure(arguments: argparse.Namespace) -> Report:
             partial(_rows, hardware=hardware),
             **runner.timing_options(arguments),
         )
-    sizes = [] if _gpu(hardware) else groups.CPU_SIZES
-    for size in [groups.GroupsSize(2, 4, 32, 32)] if arguments.tiny and sizes else sizes:
-        for recipe in (baseline(hardware), *FP8):
-            rows += arguments.cells.timed(
-                groups.case_of(recipe, size),
-                groups.arms_of(recipe, size),
-                partial(report.rows_of, to=groups.LOOP),
-                **runner.timing_options(arguments),
-            )
     mode = {"mode": "compiled but te" if _gpu(hardware) else "eager"}
     settings = runner.timing_settings(arguments) | mode
     return report.report_of(hardware.device, settings, rows, packages=["torchao"])
@@ -132,8 +122,7 @@ def _rows(case: str, timings: dict[str, Timing], hardware: Hardware) -> list[Row
 
 
 def table(data: Report) -> str:
-    text = "Forward and backward pass of one linear, tokens x in -> out. The times of a "
-    text += "grouped linear are relative to a loop of linears. `quantization` is what a "
+    text = "Forward and backward pass of one linear, tokens x in -> out. `quantization` is what a "
     text += "per-tensor recipe takes beyond its three FP8 GEMMs, as a share of these (GPUs alone)."
     extra = {
         "relative time": report.number("ratio"),

@@ -1,8 +1,7 @@
 """The peak memory of a training step by recipe, and the memory of weights, gradients and moments.
 
 On a GPU this is the allocator's peak. On a CPU every arm runs in a separate process: its peak
-resident memory minus the memory before the model was built. The report also has the bytes that a
-forward pass keeps (`activations`).
+resident memory minus the memory before the model was built.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 from bench import cells, report, runner
-from bench.cost import activations, emulation
+from bench.cost import emulation
 from bench.report import Report, Row
 from fp8stack.analysis.benchmark.step_timing import (
     PRECISIONS,
@@ -55,8 +54,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         for row in work_rows:
             rows.append(row | {"ratio": round(row["peak_gib"] / base, 4), "ratio_to": first})
         arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
-    measured_report = report.report_of(hardware.device, {"steps": STEPS}, rows)
-    return measured_report | {"activations": activations.rows(tiny)}
+    return report.report_of(hardware.device, {"steps": STEPS}, rows)
 
 
 def _measured(arm: StepArm, work: StepWork, hardware: Hardware) -> list[Row]:
@@ -141,8 +139,7 @@ def table(data: Report) -> str:
     )  # fmt: skip
     header = ["model", "arm", "peak GiB", "floor GiB", "beyond it", f"/ {rows[0]['ratio_to']}"]
     title = "Peak memory of a training step"
-    peaks = report.heading(data, title, text) + report.markdown(header, cells)
-    return peaks + activations.table(data)
+    return report.heading(data, title, text) + report.markdown(header, cells)
 
 
 figure = report.ratios("Peak memory of a step", "peak_gib", "GiB")

@@ -1,4 +1,5 @@
-"""The cost of single operations of FP8 training: casts, scales, amax histories, and judging a step.
+"""Single operations of FP8 training, for `bench grid`: casts, scales, amax histories, and judging a
+step.
 
 The GB/s of a cast count the bytes that it must move: every float32 read once and every result
 written once, without scales. Operations run eagerly, as in the package; a kernel that fuses an
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import report, runner
-from bench.report import Report, Row
+from bench.report import Row
 from fp8stack.analysis.benchmark.timing import Timing, interleaved
 from fp8stack.numerics import (
     AmaxHistory,
@@ -26,10 +27,8 @@ from fp8stack.numerics import (
     tensor_scale,
 )
 from fp8stack.planning.run_config import GuardConfig
-from fp8stack.precision import probe
 from fp8stack.training.guard.monitor import Monitor
 
-SHORT = ["--rounds", "30", "--budget", "5"]
 EDGES = (512, 1024, 2048)
 HISTORIES = ((48, 16), (48, 1024), (288, 1024))  # (slots of 4 or 24 blocks, history length)
 WIDTHS = (256, 512, 1024)
@@ -42,13 +41,9 @@ WRITTEN = {COPY: 4, "bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1, "block": 1, "mxf
 Arm = Callable[[], object]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runner.add_options(parser, rounds=100, budget_s=120.0, warm_up=10)
-
-
-def measure(arguments: argparse.Namespace) -> Report:
-    """Measure every operation; its arms take turns."""
-    device, tiny = probe(arguments.device).device, arguments.tiny
+def rows(device: str, arguments: argparse.Namespace) -> list[Row]:
+    """The rows of every operation; the arms of a case take turns."""
+    tiny = arguments.tiny
     rows: list[Row] = []
 
     def add(
@@ -69,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     for width in (16,) if tiny else WIDTHS:
         case = f"judging, {4 * width * width:,} parameters"
         add(case, judging(width, device), report.rows_of, ALONE)
-    return report.report_of(device, runner.timing_settings(arguments), rows)
+    return rows
 
 
 def casts(x: Tensor) -> dict[str, Arm]:
@@ -169,15 +164,3 @@ def judging(width: int, device: str) -> dict[str, Arm]:
         "the same, and the host waits": waited,
         "norm, and GradScaler's check": scaler,
     }
-
-
-def table(data: Report) -> str:
-    text = (
-        "Parts of FP8 training by themselves. The relative time is to the first arm of the case\n"
-        "in the same round: the median over the rounds, and its 95 % confidence interval."
-    )
-    extra = {"GB/s": report.number("gb_per_s", 1), "relative time": report.paired_cell}
-    return report.page(data, "Parts of FP8 training", text, extra)
-
-
-figure = report.ratios("Parts of FP8 training", "paired")

@@ -13,11 +13,9 @@ from bench import cells, peers, report, runner
 from bench.cost import (
     emulation,
     grid,
-    inference,
     linear,
     memory,
     operations,
-    scaling,
     startup,
     step,
 )
@@ -36,11 +34,8 @@ TIMED = ["--tiny", "--rounds", "2", "--warm-up", "1"]
 SCENARIOS = {
     "emulation": [*TIMED, "--compiled", ""],
     "grid": [*TIMED, "--device", "cpu", "--recipes", "delayed"],
-    "inference": TIMED,
     "linear": [*TIMED, "--device", "cpu"],
     "memory": ["--tiny", "--device", "cpu"],
-    "operations": [*TIMED, "--device", "cpu"],
-    "scaling": [*TIMED, "--device", "cpu", "--recipes", "delayed"],
     "startup": ["--rounds", "2"],
     "step": [*TIMED, "--device", "cpu", "--compiled", ""],
 }
@@ -67,16 +62,9 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path, monke
         assert row["ratio"] == pytest.approx(row[key] / base[key], rel=1e-3 + rounded, abs=2e-3)
         assert row.get("rounds", 2) == 2
         assert f"| {row['case']} | {row['arm']} |" in text
-        if name in ("grid", "operations"):
+        if name == "grid":
             assert row["paired_low"] <= row["paired"] <= row["paired_high"]
             assert report.paired_cell(row) in text
-
-
-def test_transformers_writes_the_same_text_of_the_model_that_is_timed(tmp_path):
-    run = inference.trained(tmp_path, inference.TINY)
-    text = inference.writer(run, "fp32")()
-    assert len(text) == inference.TOKENS
-    assert inference.peer_writer(run, fp8_weights=False)() == text
 
 
 def test_a_scenario_calls_what_it_times(monkeypatch):
@@ -92,10 +80,9 @@ def test_a_scenario_calls_what_it_times(monkeypatch):
     assert rows[0]["tokens_per_s"] == pytest.approx(emulation.tiny_work().tokens / 0.010)
     assert rows[1]["ratio"] == pytest.approx(1.1)
     assert rows[1]["speedup"] == pytest.approx(1 / 1.1, abs=1e-4)
-    for name in ("grid", "operations", "scaling"):  # a hundred rounds after a warm-up of ten
-        arguments = runner.parse(runner.imported(name), name, ["--device", "cpu"])
-        options = runner.timing_options(arguments)
-        assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
+    options = runner.timing_options(runner.parse(grid, "grid", ["--device", "cpu"]))
+    # A hundred rounds after a warm-up of ten.
+    assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
 
 
 def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
@@ -170,7 +157,7 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
     monkeypatch.setattr(step, "interleaved", fake)
     monkeypatch.setattr(step, "build_step", lambda *arguments: lambda: None)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu", cpu_bf16=bf16))
-    measured = runner.measured(grid, "grid", ["--tiny", "--device", "cpu"])
+    measured = runner.measured(grid, "grid", ["--tiny", "--device", "cpu", "--parts", "sizes"])
     precisions = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8", "rowwise")
     sizes = [work.model for work in grid.sizes("cpu", tiny=True)]
     assert len(sizes) >= 3
@@ -194,8 +181,8 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
 
 @pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "gpu"])
 def test_the_batch_grows_from_32_to_256(hardware):
-    batches = scaling.AXES[hardware.device]["batch"]
-    works = [scaling.work_at("batch", size, hardware, tiny=False) for size in batches]
+    batches = grid.AXES[hardware.device]["batch"]
+    works = [grid.grown("batch", size, hardware, tiny=False) for size in batches]
     assert [work.batch for work in works] == [32, 64, 128, 256]
     assert all((work.config, work.context) == (works[0].config, works[0].context) for work in works)
 

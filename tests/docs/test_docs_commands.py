@@ -324,7 +324,7 @@ def _short(words: list[str]) -> list[str]:
     options["gpu"] = ["--quick", *(["--part=1"] if "--dry-run" in words else [])]
     options |= {"prepare": ["--rounds=1", "--mb=1"], "golden": []}
     options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
-    timed = ("emulation", "step", "grid", "scaling", "operations", "telemetry")
+    timed = ("emulation", "step", "grid")
     few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
     few += ["--compiled=delayed"] if words[0] == "emulation" else []
     return [*options.get(words[0], ["--tiny", *few]), "--out", "measured"]

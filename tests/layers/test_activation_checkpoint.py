@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy
 
-from bench.cost import activations
 from fp8stack import GPT, build_backend, fp8_state, load_config
 from fp8stack.layers import activation_checkpoint
 from fp8stack.model.config import plan_for
@@ -20,13 +19,18 @@ from fp8stack.model.gpt import Recompute
 from fp8stack.planning.memory import Setting, estimate
 from fp8stack.precision import Hardware
 from tests.support.cases import case
+from tests.support.live_bytes import kept_bytes
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Widths that every FP8 GEMM takes, those of 128 x 128 blocks too.
 TINY = {"layers": 2, "width": 128, "heads": 4, "mlp_width": 128, "context": 64}
-LLAMA = activations.LLAMA | {"qk_norm": True}
+LLAMA = {
+    "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "kv_heads": 2,
+    "tied": False, "qk_norm": True,
+}  # fmt: skip
+MODES: tuple[Recompute, ...] = get_args(Recompute)
 WAYS = [
     *((recipe, "reference", False) for recipe in ("fp32", "bf16", "fp16")),
     *((recipe, "emulate", save) for recipe in ("delayed", "current", "block", "mxfp8")
@@ -97,13 +101,11 @@ def test_selective_keeps_less_than_none_and_block_less_than_selective(
 ) -> None:
     model = gpt(recipe, backend, save_fp8, layers=1, dropout=0.2)
     tokens = torch.zeros(2, 33, dtype=torch.int64)
-    sizes = []
-    for mode in activations.MODES:
+    sizes = {}
+    for mode in MODES:
         model.recompute = mode
-        sizes.append(activations.kept_bytes(model, tokens))
-    none, selective, block = sizes
-    assert activations.MODES == ("none", "selective", "block")
-    assert block < selective < none
+        sizes[mode] = kept_bytes(model, tokens)
+    assert sizes["block"] < sizes["selective"] < sizes["none"]
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("fp32", "reference"), ("delayed", "emulate")])
@@ -115,9 +117,9 @@ def test_selective_keeps_what_gemms_and_attention_give_and_the_input(
     B, T, D = 2, 32, 128
     tokens = torch.zeros(B, T + 1, dtype=torch.int64)
     bytes_of = {}
-    for mode in activations.MODES:
+    for mode in MODES:
         model.recompute = mode
-        bytes_of[mode] = activations.kept_bytes(model, tokens)
+        bytes_of[mode] = kept_bytes(model, tokens)
     floats = B * T * (3 * D + D + D + 2 * 128 + D) + B * 4 * T
     assert bytes_of["selective"] - bytes_of["block"] == 2 * 4 * floats
 
@@ -242,7 +244,7 @@ def test_a_compiled_block_saves_what_its_backward_pass_reads_of_gemms_and_attent
 def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str) -> None:
     """Telemetry looks inside of blocks: what it computes there is not taken for the model's."""
     ends = []
-    for mode in activations.MODES:
+    for mode in MODES:
         flags: dict[str, Any] = {"activation_checkpointing": mode, "accumulate": 2}
         small = SmallLoop(tmp_path / mode, recipe, telemetry_every=2, what_if=["current"], **flags)
         assert small.run.model.recompute == mode
@@ -251,15 +253,3 @@ def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str
     for end in ends[1:]:
         assert end.keys() == ends[0].keys()
         assert all(torch.equal(end[key], ends[0][key]) for key in end)
-
-
-def test_the_benchmarks_table_has_every_model_and_arm() -> None:
-    measurements = {"activations": activations.rows(tiny=True)}
-    text = activations.table(measurements)
-    for name in (*activations.configs(), *activations.ARMS):
-        assert f"| {name}" in text
-    for row in measurements["activations"]:
-        if row["recompute"] == "none":
-            assert row["share"] == 1.0
-        else:
-            assert row["share"] < 1.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8stack.analysis.conform.oracles import scale_of
-from fp8stack.numerics import cast_to_fp8, tensor_scale
+from fp8stack.numerics import amax, cast_to_fp8, tensor_scale
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
@@ -174,3 +174,16 @@ def test_scale_arithmetic_is_float32_whatever_torchs_default_dtype(dtype):
             scale = tensor_scale(amax)
             assert (scale.item(), scale.dtype) == (float(scale_of(11.0, "e4m3")), torch.float32)
         assert tensor_scale(11.0, power_of_two=True).item() == 32.0
+
+
+def test_int8_loses_93_percent_of_attentions_probabilities_and_e4m3_17():
+    """Softmax over 384 keys of logits from N(0, 3^2), with one scale per tensor: docs/numerics.md
+    has the shares that become zero."""
+    logits = 3 * torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    x = torch.softmax(logits, dim=-1)
+    scale = float(tensor_scale(amax(x), "e4m3"))
+    e4m3_codes = cast_codes(x, scale, "e4m3")
+    np.testing.assert_array_equal(e4m3_codes, fp8_codes(to_numpy(x), scale, "e4m3"))
+    int8_codes = np.rint(to_numpy(x) / (to_numpy(x).max() / 127))
+    assert np.mean(int8_codes == 0) == pytest.approx(0.933, abs=5e-4)
+    assert np.mean(e4m3_codes == 0) == pytest.approx(0.172, abs=5e-4)

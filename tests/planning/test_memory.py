@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8stack
-from bench.cost.activations import Live, kept_bytes
 from fp8stack.layers import build_backend
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import QuantizedLinear
@@ -28,6 +27,7 @@ from fp8stack.planning.savings import largest_batch, savings
 from fp8stack.precision import Hardware, assumed, load_recipe
 from fp8stack.training.optim.optimizer import build_optimizer
 from tests.support.cases import case
+from tests.support.live_bytes import Live, kept_bytes
 from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

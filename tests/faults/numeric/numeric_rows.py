@@ -1,11 +1,13 @@
 """Rows of the matrix about numbers: faults in them, spikes, and resuming the wrong run; and the
 expected reaction to a fault, by its effect in the arithmetic."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.quality.guard import loss_spikes, spiked_steps
+from torch import Tensor, nn
+
 from fp8stack.common.errors import NumericFailure
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.run import Run
@@ -17,6 +19,7 @@ from tests.faults.numeric.small_runs import Digest, Recorder, events, is_sound, 
 FP8 = ("delayed", "current", "block", "mxfp8", "nvfp4")
 RECIPES = ("fp32", "bf16", "fp16", *FP8)
 FIRST = 6  # the first step with a fault
+SPIKES = 20  # in a run
 APART = 2  # steps from one fault of a run to the next; it is saved as often
 
 
@@ -238,7 +241,7 @@ def spikes(folder: Path, count: int) -> Outcome:
 
 
 def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
-    """The first `count` of the spikes that `bench guard` puts into a run of so many steps."""
+    """The first `count` of the tenfold losses in a run of so many steps."""
     run = small_run(folder, f"{recipe}-spikes", recipe, steps=steps, save_every=1000)
     loss_spikes(run)
     trained(run)
@@ -252,6 +255,21 @@ def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
         f"{recipe}: the spike of step {step} was taken" for step in at if step not in skipped_steps
     ]
     return Outcome(injected=len(at), survived=len(at) - len(missed), lost=tuple(missed))
+
+
+def loss_spikes(run: Run) -> None:
+    """Multiply the loss by ten in some steps."""
+    at = set(spiked_steps(run.config.steps))
+
+    def hook(model: nn.Module, args: object, loss: Tensor) -> Tensor | None:
+        return loss * 10 if model.training and run.step + 1 in at else None
+
+    run.model.register_forward_hook(hook)
+
+
+def spiked_steps(steps: int) -> list[int]:
+    """The steps with a spike: after the guard's warm-up, no two in a row."""
+    return sorted(2 * n for n in random.Random(0).sample(range(25, steps // 2), SPIKES))
 
 
 def clean(folder: Path, recipe: str, steps: int) -> Outcome:

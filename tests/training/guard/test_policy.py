@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import runner
-from bench.quality import guard
 from fp8stack.common import presets
 from fp8stack.common.errors import NumericFailure
 from fp8stack.layers import backend as base
@@ -491,16 +489,3 @@ def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path):
     small.go()
     resumed = SmallLoop(tmp_path / "r", "fp32", steps=3, resume="auto", guard={"window": 64})
     assert (resumed.run.config.guard.patience, resumed.run.config.guard.window) == (5, 64)
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_the_guard_puts_its_faults_in_and_tells_what_came_of_them(tmp_path):
-    words = ["--tiny", "--cases", "clean,nan,spikes", "--runs", str(tmp_path / "runs")]
-    data = runner.measured(guard, "guard", words)
-    clean, nan, spikes = data["results"]
-    assert (clean["events"], clean["skipped"]) == ({}, 0)
-    assert nan["events"] == {"skip": 9, "rollback": 1, "demote": 1}
-    assert nan["demoted"] == ["blocks.1.mlp.up"]
-    assert (nan["skipped"], spikes["skipped"]) == (6, guard.SPIKES)
-    assert "| nan |" in guard.table(data)
-    assert guard.figure(data).axes

@@ -6,13 +6,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench.quality.guard import SPIKES
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 from tests.conftest import metrics
 from tests.faults.case import Outcome
 from tests.faults.numeric import numeric_rows
-from tests.faults.numeric.numeric_rows import clean, falsely_skipped, spiked, spikes
+from tests.faults.numeric.numeric_rows import SPIKES, clean, falsely_skipped, spiked, spikes
 from tests.support.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

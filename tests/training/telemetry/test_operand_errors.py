@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import fp8stack
-from bench import runner
-from bench.cost import telemetry as benchmark
 from fp8stack import convert, numerics, resolve
 from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend, fp8_state
@@ -573,18 +571,6 @@ def test_a_tracker_that_is_not_installed_is_named_in_a_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"pip install {package}" in error
-
-
-def test_the_benchmark_measures_a_tiny_model() -> None:
-    words = ["--tiny", "--rounds", "1", "--warm-up", "1", "--device", "cpu", "--recipes", "delayed"]
-    data = runner.measured(benchmark, "telemetry", words)
-    assert [row["arm"] for row in data["results"]] == [
-        benchmark.PLAIN, benchmark.SAMPLED, benchmark.TRIED,
-    ]  # fmt: skip
-    for row in data["results"]:
-        assert row["share"] == pytest.approx((row["ratio"] - 1) / 50, abs=1e-5)
-    assert "tiny, delayed" in benchmark.table(data)
-    assert benchmark.figure(data).axes
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "block", "mxfp8"])
