@@ -716,7 +716,7 @@ def test_products_that_scaled_mm_computes_slowly_are_fp32_gemms_and_named():
     sentence = "fp32 GEMMs multiply operands of one format, for which scaled_mm is slow here"
     for recipe, machine, backend in (
         ("delayed", slow, "torch"),
-        (changed("rowwise", layers=[{"match": "*.down", "recipe": "current"}]), slow, "torch"),
+        (changed("current", layers=[{"match": "*.down", "recipe": "rowwise"}]), slow, "torch"),
         ("rowwise", slow, "torch"),
         ("delayed", CPU, "torch"),
         ("delayed", slow, "emulate"),
