@@ -53,7 +53,7 @@ class Kernel:
         cuda: the CUDA version that torch must be built for, at least.
         torch_on_12: the version of torch that it needs on 12.x, at least.
         torch_on_cpu: the same on a CPU; None where torch has none for CPUs.
-        te_multiple, torch_multiple: the divisor that a backend requires of in and out features.
+        feature_multiple: the divisor of in and out features.
     """
 
     name: str
@@ -63,8 +63,7 @@ class Kernel:
     cuda: tuple[int, int] | None = None
     torch_on_12: tuple[int, int] | None = None
     torch_on_cpu: tuple[int, int] | None = None
-    te_multiple: int = 16
-    torch_multiple: int = 16
+    feature_multiple: int = 16
 
     def runs_by(self, backend: str, hardware: Hardware) -> bool:
         """Whether a backend, te or torch, runs it on a machine whose hardware has it."""
@@ -82,15 +81,14 @@ KERNELS = {
         Kernel("delayed", FROM_ADA, FROM_ADA, FROM_ADA, torch_on_cpu=TORCH_MINIMUM),
         Kernel("current", FROM_ADA, FROM_ADA, FROM_ADA, torch_on_cpu=TORCH_MINIMUM),
         # On Blackwell, TE runs it as MXFP8 with the block recipe's scales.
-        Kernel("block", HOPPER_UP, HOPPER_UP, HOPPER, cuda=(12, 9), torch_multiple=128),
+        Kernel("block", HOPPER_UP, HOPPER_UP, HOPPER, cuda=(12, 9)),
         # On 12.x, cuBLAS has MXFP8 for the layout of our operands alone, which torch 2.14 allows
         # (pytorch pull request 198126).
         Kernel(
             *("mxfp8", ALL_BLACKWELL, BLACKWELL, ALL_BLACKWELL),
             cuda=(12, 8),
             torch_on_12=(2, 14),
-            te_multiple=32,
-            torch_multiple=32,
+            feature_multiple=32,
         ),
         # On 12.x, torch 2.10 fails with CUBLAS_STATUS_NOT_SUPPORTED (pytorch issue 192707); 2.15
         # has CUTLASS's kernel there. On a CPU, torch 2.11 asserts that there is one scale.
@@ -105,8 +103,7 @@ KERNELS = {
         Kernel(
             *("nvfp4", ALL_BLACKWELL, BLACKWELL, ALL_BLACKWELL),
             cuda=(12, 8),
-            te_multiple=32,
-            torch_multiple=32,
+            feature_multiple=32,
         ),
     )
 }
@@ -300,9 +297,10 @@ def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
 
 def feature_multiple(quantizers: Quantizers, backend: str) -> int:
     """The divisor that a backend's GEMMs require of a layer's in and out features."""
-    kernels = [KERNELS[name] for name in kernels_of(quantizers).values() if name is not None]
-    multiples = (k.torch_multiple if backend == "torch" else k.te_multiple for k in kernels)
-    return max(multiples, default=16)
+    kernels = set(filter(None, kernels_of(quantizers).values()))
+    if "block" in kernels and backend == "torch":
+        return 128
+    return max((KERNELS[kernel].feature_multiple for kernel in kernels), default=16)
 
 
 def no_hardware(quantizers: Quantizers) -> str:

@@ -63,21 +63,26 @@ def beside_layers(plan: Plan) -> Iterator[str]:
 
 
 def sentences(layers: Iterable[LayerPlan]) -> list[str]:
-    """The reasons of layers, a sentence for those that differ only in their block."""
+    """The reasons of layers, each once."""
     explained = (layer for layer in layers if layer.reason or layer.why)
     return _by_kind(explained, lambda layer: f"{layer.precision}, {layer.reason or layer.why}")
 
 
 def _by_kind(layers: Iterable[LayerPlan], text: Callable[[LayerPlan], str]) -> list[str]:
-    """A text about each layer after its name, one for layers that differ only in their block."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    """Texts about layers, each once after the names of its layers. Layers that differ only in their
+    block have one name."""
+    groups: dict[str, dict[str, list[str]]] = {}
     for layer in layers:
         pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
-        groups.setdefault((pattern, text(layer)), []).append(layer.name)
+        groups.setdefault(text(layer), {}).setdefault(pattern, []).append(layer.name)
     return [
-        f"{names[0] if len(names) == 1 else f'{len(names)} layers {pattern}'}: {about}"
-        for (pattern, about), names in groups.items()
+        f"{', '.join(map(_named, patterns, patterns.values()))}: {about}"
+        for about, patterns in groups.items()
     ]
+
+
+def _named(pattern: str, names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} layers {pattern}"
 
 
 def indivisible(shape: tuple[int, int], multiple: int) -> str:

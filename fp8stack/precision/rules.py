@@ -195,7 +195,8 @@ def _resolve_fp8(
     slow_casts = slow_gemms = ""
     if chosen == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
         slow_casts = f"its casts are slower than they could be: {hardware.numba_problem}"
-    if chosen == "torch" and hardware.slow_scaled_mm and _by_tensor(recipe):
+    kernels = kernels_of(recipe.quantizers).values()
+    if chosen == "torch" and hardware.slow_scaled_mm and {"delayed", "current"} & {*kernels}:
         slow_gemms = "fp32 GEMMs multiply operands of one format, for which scaled_mm is slow here"
     substitutions = [reason if substitutes else "", gemms if any(plain.values()) else "", refused]
     plan = Plan(
@@ -258,12 +259,6 @@ def _choose_backend(
         return able[0], f"{problems[backend]}; {able[0]} runs instead", True
     # Give the reason if an installed TE, which "auto" prefers, does not work or is avoided.
     return able[0], f"{te}: {able[0]} runs" if te and te == te_problem else "", False
-
-
-def _by_tensor(recipe: Recipe) -> bool:
-    """Whether any GEMM takes operands with a scale for the tensor."""
-    kernels = {kernel for table in recipe.tables for kernel in kernels_of(table).values()}
-    return not kernels.isdisjoint(("delayed", "current"))
 
 
 def _compute_dtypes(
