@@ -168,8 +168,6 @@ class RunConfig(BaseModel):
     """The backward pass recomputes all but GEMMs and attention (selective), or blocks (block)."""
     grad_compression: Literal["none", "bf16"] = "none"
     """ddp: the format that gradients are rounded to before the all-reduce."""
-    debug_steps: NonNegativeInt = 0
-    """Number of steps after each start that log their events."""
     compile: bool | None = None
     """torch.compile: the first step takes about a minute, others less time. Default on GPUs."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
@@ -202,6 +200,15 @@ class RunConfig(BaseModel):
     guard: GuardConfig = GuardConfig()
     model_overrides: dict[str, Override] = {}
     recipe_overrides: dict[str, Override] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_debug_steps(cls, table: Any) -> Any:
+        """The keys without `debug_steps`, which runs of earlier versions saved and which changed no
+        number. A user's is refused by `_require_run_keys`."""
+        if isinstance(table, dict) and "debug_steps" in table:
+            return {key: value for key, value in table.items() if key != "debug_steps"}
+        return table
 
     @field_validator("phases", mode="before")
     @classmethod
@@ -266,7 +273,7 @@ FREE_ON_RESUME = frozenset(
         *("accumulate", "worker_timeout"),
         *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
-        *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),
+        *("activation_checkpointing", "log_every", "eval_every", "eval_windows"),
         *(
             "final_eval_windows",
             "save_every",
@@ -317,6 +324,7 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
     if sets:  # before a flag of the same name hides a wrong value
         _require_run_keys(table, "flags")
         presets.parse(RunConfig, table, "flags")
+    _require_run_keys(flags, "flags")
     for key, value in flags.items():
         if isinstance(value, dict):  # the given keys of a table
             before = table.get(key, {})
@@ -453,11 +461,16 @@ def for_ranks(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = None) -> None:
-    """Check that `table`, from `file`, has no key of a model or a recipe.
+    """Check that `table`, from `file`, has no key of a model or a recipe, and no `debug_steps`.
 
     Raises:
         UserError: it has one. The message says where the key belongs.
     """
+    if table.get("debug_steps"):
+        raise UserError(
+            f"{where}: debug_steps is gone, with debug.jsonl. Leave it out: metrics.jsonl has the "
+            "loss, norm and loss scale of each step with log_every = 1."
+        )
     for key in table:
         owner = owner_of(key)
         if owner in (None, "run"):

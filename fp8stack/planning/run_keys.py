@@ -86,7 +86,6 @@ class RunKeys(TypedDict, total=False):
     rank_timeout: float
     activation_checkpointing: Literal["none", "selective", "block"]
     grad_compression: Literal["none", "bf16"]
-    debug_steps: int
     compile: bool | None
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"]
     check_memory: bool

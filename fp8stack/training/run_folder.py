@@ -60,12 +60,13 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path, self.config, self.metrics = path, path / "run.toml", path / "metrics.jsonl"
         self.plan, self.tokenizer = path / "plan.json", path / TOKENIZER_FILE
-        self.telemetry, self.debug = path / "telemetry.jsonl", path / "debug.jsonl"
+        self.telemetry = path / "telemetry.jsonl"
         self.plot, self.sample = path / "loss.png", path / "sample.txt"
         self.sessions = path / "sessions.jsonl"
         self.profile, self.presets = path / "profile", path / "presets"
         self.checkpoints = path / "checkpoints"
-        self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
+        debug = path / "debug.jsonl"  # of earlier versions
+        self._own = [self.plan, self.tokenizer, self.telemetry, debug, self.plot, self.sample]
         self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
         self._made: list[Path] = []  # folders that this process created

@@ -9,7 +9,6 @@ from torch import Tensor
 from fp8stack.training.checkpoint.state import random_state, restore_random_state
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.guard.monitor import Monitor
-from fp8stack.training.metrics.debug_log import DebugLog
 from fp8stack.training.metrics.expert_load import ExpertLoad, load_in
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
@@ -31,7 +30,6 @@ class Step:
         self.monitor, self.phases = monitor, phases
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
-        self.events = DebugLog(run)
         self._load: ExpertLoad | None = None  # once it is computed
         # The order in which torch sums the norm; the variants of a run share the parameters.
         self._order = list(run.model.parameters())
@@ -43,18 +41,15 @@ class Step:
 
         Does not synchronize with the device, except in the `step` of some optimizers (not AdamW).
         """
-        run, config, events = self.run, self.config, self.events
+        run, config = self.run, self.config
         optimizer, scaler = run.optimizer, run.scaler
         if self.draws:
             self._random = random_state()
         self.monitor.begin(run.active is run.main or self.phases.calibrates(step))
-        rate = learning_rate(step, config)
-        set_learning_rate(optimizer, rate)
-        events.begin(step)
+        set_learning_rate(optimizer, learning_rate(step, config))
         micro_batches = tokens_BT.chunk(config.accumulate)
         run.model.routing.begin()
         self._load = None
-        events.add("batch", shape=list(tokens_BT.shape), micro_batches=len(micro_batches))
         losses = [
             self.micro_step(step, part_BT, number) for number, part_BT in enumerate(micro_batches)
         ]
@@ -64,7 +59,6 @@ class Step:
         if scaler is not None:
             for member in optimizers_in(optimizer):
                 scaler.unscale_(member)  # also tells the other ranks of an overflow
-        events.add("unscale", scale=None if scaler is None else scaler.now(losses[0]))
         if run.telemetry.due(step, 1, config.steps):
             run.telemetry.gradients(run.model)
         limit: float | Tensor = config.clip
@@ -75,18 +69,14 @@ class Step:
         norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order, as_taken=as_taken)
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
-        events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)
         # An overflow is a bad step only if the loss scale cannot decrease any further.
         excused = None if scaler is None else scaler.can_fall(norm)
         loss, norm = self.monitor.judge(step, mean, norm, excused, norms)
-        events.add("judge", loss=loss, norm=norm, skip=self.monitor.skips.bool())
         optimizer.step()  # not `scaler.step`, which decides for itself whether to skip
-        events.add("optimizer", lr=rate)
         if run.model.config.buffer_shapes() and (load := self.load()) is not None:
             run.model.update_biases(load.counts, self.monitor.skips.bool().all())
         if scaler is not None:
             scaler.update()
-        events.add("update_scale", scale=None if scaler is None else scaler.now(norm))
         optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
@@ -101,20 +91,16 @@ class Step:
         """Run the forward and backward pass of a step's micro-batch `number`, counted from 0.
         Returns its loss. Gradients are of the mean loss over all micro-batches, times the loss
         scale."""
-        run, scaler, events = self.run, self.run.scaler, self.events
+        run, scaler = self.run, self.run.scaler
         with (
             run.accelerator.accumulate(run.wrapped),
             nullcontext() if number else self._observed(step),
         ):
             loss: Tensor = run.wrapped(*inputs_of(part_BT))
             mean_loss = loss.detach()
-            events.add("forward", loss=mean_loss)
             # accelerate divides by the number of micro-batches; gradients are summed over ranks.
             loss = loss / run.ranks.count if run.ranks.count > 1 else loss
-            scaled = loss if scaler is None else scaler.scale(loss)
-            events.add("scale_loss", loss=scaled.detach())
-            run.accelerator.backward(scaled)
-            events.add("backward")
+            run.accelerator.backward(loss if scaler is None else scaler.scale(loss))
         return mean_loss
 
     @contextmanager

@@ -138,7 +138,7 @@ def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
 
 
 # Results of other commands, or with tables that need more than the results.
-OTHERS = {"compare", "fp4", "ladder_predictions", "reliability", "study"}
+OTHERS = {"ladder_predictions", "reliability", "study"}
 PAGES = [page for page in sorted(RESULTS.parent.glob("*/*.json")) if page.stem not in OTHERS]
 
 

@@ -89,3 +89,15 @@ def test_a_models_own_preset_is_shown_and_saved_with_the_run(command, tmp_path, 
     again = ["--model", "mine.toml", "--resume", "auto", "--out", "r", "--lr", "0.1"]
     assert command("pretrain", *again) == 2
     assert "lr is 0.1 here and 0.5" in capsys.readouterr().err
+
+
+def test_debug_steps_of_a_saved_run_is_ignored_and_of_a_user_refused(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 3\ndebug_steps = 0\n")
+    assert parse_config(str(file), {}).steps == 3
+    assert RunConfig(**{"steps": 3, "debug_steps": 2}).steps == 3  # as in a checkpoint
+    message = "debug_steps is gone, with debug.jsonl. Leave it out: metrics.jsonl has"
+    assert message in refusal(parse_config, None, {"debug_steps": 2})
+    assert message in refusal(parse_config, None, {}, ["debug_steps=2"])
+    file.write_text("debug_steps = 2\n")
+    assert refusal(parse_config, str(file), {}).startswith(f"run file '{file}': {message}")

@@ -2,19 +2,15 @@
 
 import json
 import re
-from contextlib import suppress
 from importlib.resources import files
-from typing import Any
 
 import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fp8stack.common import presets
-from fp8stack.common.io import read_json
 from fp8stack.common.version import __version__
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision.phases import shared_note
 from fp8stack.trained.export.format_files import Files, ModelSource
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import context_of
@@ -39,12 +35,6 @@ def model_card(source: ModelSource, written: Files, repository: str | None) -> s
     tags = ["fp8stack", visible(recipe), *([method] if method else [])]
     config = source.info.get("config")
     run = config and presets.parse(RunConfig, config, f"config of {source.path}")
-    measured = forecast = None
-    if source.run is not None:
-        with suppress(OSError, ValueError, KeyError, TypeError, IndexError, StopIteration):
-            measured = _measured_gap(source)
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-            forecast = _forecast_gap(source, recipe)
     environment = Environment(
         undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
@@ -69,8 +59,6 @@ def model_card(source: ModelSource, written: Files, repository: str | None) -> s
         loss=_last_val_loss(source),
         version=__version__,
         torch_version=source.info.get("versions", {}).get("torch", torch.__version__),
-        measured=measured,
-        forecast=forecast,
         number=lambda value: f"{value:,}",
     )
 
@@ -92,37 +80,3 @@ def _last_val_loss(source: ModelSource) -> tuple[int, float] | None:
         if row["step"] <= source.step and isinstance(loss, int | float):
             last = row["step"], float(loss)
     return last
-
-
-def _forecast_gap(source: ModelSource, recipe: str) -> dict[str, float] | None:
-    """The loss gap that `fp8stack forecast` predicted from this checkpoint, in percent of the loss,
-    with its 90 % interval; None if there is no source for the recipe, or the forecast is of another
-    checkpoint or recipe. Raises a KeyError, OSError or ValueError if there is no forecast."""
-    assert source.run is not None
-    forecast: dict[str, Any] = read_json(source.run / "forecast.json")
-    gaps: dict[str, dict[str, float]] = {
-        row["recipe"]: row["percent"] for row in forecast["recipes"]
-    }
-    return gaps.get(recipe) if forecast["checkpoint"] == source.path.name else None
-
-
-def _measured_gap(source: ModelSource) -> dict[str, Any] | None:
-    """The gap to the baseline in the comparison that the run belongs to; None for the baseline, or
-    if the checkpoint is not of the last step. Raises an error if there is no comparison."""
-    assert source.run is not None
-    run = source.run.absolute()  # a relative path may have no parents
-    report: dict[str, Any] = read_json(run.parents[1] / "compare.json")
-    recipe, _, _ = run.name.rpartition("-seed")
-    row = next(row for row in report["recipes"] if row["recipe"] == recipe)
-    baseline, gap = str(report["asked"]["baseline"]), row["gap_percent"]
-    if recipe == baseline or run.parent.name != "runs" or report["config"]["steps"] != source.step:
-        return None
-    width = gap["half_width"]
-    return {
-        "recipe": recipe,
-        "baseline": baseline,
-        "mean": float(gap["mean"]),
-        "half_width": None if width is None else float(width),
-        "samples": int(gap["samples"]),
-        "note": report.get("gap_note", shared_note(report["config"].get("phases", []))),
-    }

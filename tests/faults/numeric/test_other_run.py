@@ -24,7 +24,7 @@ FREE: list[dict[str, Any]] = [
     {"keep_checkpoints": 3}, {"sample_tokens": 4}, {"sample_prompt": "to"}, {"temperature": 0.5},
     {"workers": 1}, {"deterministic": False}, {"save_fp8": True}, {"telemetry_every": 7},
     {"telemetry_every": 7, "what_if": ["mxfp8"]}, {"guard": {"patience": 7}}, {"strict": False},
-    {"activation_checkpointing": "block"}, {"debug_steps": 1}, {"backend": "torch"},
+    {"activation_checkpointing": "block"}, {"backend": "torch"},
     {"accumulate": 2},
 ]  # fmt: skip
 

@@ -24,12 +24,6 @@ from tests.support.hub_stand_in import TOKEN, Hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GAP = {"mean": 0.3, "low": 0.2, "high": 0.4}
-FORECAST = {
-    "model": "run", "checkpoint": "step-000012", "loss": 4.0,
-    "recipes": [{"recipe": "current", "percent": GAP}],
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
@@ -48,7 +42,7 @@ def front_matter(card: str) -> dict:
     return yaml.safe_load(front)
 
 
-def test_a_card_says_what_is_known_and_claims_no_gap_without_a_reference(run, command):
+def test_a_card_says_what_is_known(run, command):
     assert command("export", "run", "--out", "x") == 0
     card = Path("x", CARD).read_text()
     assert front_matter(card) == {"library_name": "transformers", "tags": ["fp8stack", "current"]}
@@ -66,41 +60,7 @@ def test_a_card_says_what_is_known_and_claims_no_gap_without_a_reference(run, co
         'AutoModelForCausalLM.from_pretrained("FOLDER")',
     ):
         assert line in card, card
-    assert "Forecast" not in card
-    assert "Measured" not in card
     assert str(run.parent) not in card  # no path of this machine
-
-
-def test_a_card_tells_the_gap_that_was_forecast_for_its_recipe_and_checkpoint(run, command):
-    (run / "forecast.json").write_text(json.dumps(FORECAST))
-    assert command("export", "run", "--out", "x") == 0
-    card = Path("x", CARD).read_text()
-    assert "its loss by +0.30 % (90 % interval +0.20 to +0.40 %)." in card
-    assert "Such a gap is of training in the recipe from the first step." in card
-    (run / "forecast.json").write_text(json.dumps(FORECAST | {"checkpoint": "step-000008"}))
-    assert command("export", "run", "--out", "x", "--overwrite") == 0
-    assert "Forecast" not in Path("x", CARD).read_text()
-
-
-def test_a_card_tells_the_gap_that_a_comparison_measured(trained, command, tmp_path):
-    shutil.copytree(trained, tmp_path / "out" / "runs" / "current-seed0")
-    gap = {"mean": 0.5, "half_width": 0.1, "samples": 3, "deviation": 0.1}
-    rows = [{"recipe": "fp32", "gap_percent": None}, {"recipe": "current", "gap_percent": gap}]
-    report = {"asked": {"baseline": "fp32"}, "config": {"steps": 12}, "recipes": rows}
-    phases = [{"name": "shared", "recipe": "fp32", "until": 0.25}, {"name": "compared"}]
-    for steps, is_expected in ((12, True), (24, False)):
-        report["config"] = {"steps": steps, "phases": phases}
-        (tmp_path / "out" / "compare.json").write_text(json.dumps(report))
-        assert command("export", "out/runs/current-seed0", "--out", f"x{steps}") == 0
-        card = Path(f"x{steps}", CARD).read_text()
-        assert ("+0.50 % ± 0.10, at a confidence of 95 %, from that of runs" in card) == is_expected
-        shared = "In this gap, the first 25% of the steps are in fp32 in all runs of a seed."
-        assert (shared in card) == is_expected
-    report |= {"gap_note": "the baseline, fp32, computes in fp32", "config": {"steps": 12}}
-    (tmp_path / "out" / "compare.json").write_text(json.dumps(report))
-    assert command("export", "out/runs/current-seed0", "--out", "x") == 0
-    card = Path("x", CARD).read_text()
-    assert "In this gap, the baseline, fp32, computes in fp32." in card
 
 
 def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
@@ -207,7 +167,6 @@ EVIL = "a<img src=x>`<script>`|[x](http://y)*b*\n# c\x1b[2J\u202e&amp;~~\\$"
 
 def test_no_name_of_a_run_is_markup_in_its_card(run):
     source = load_source(str(run), torch.float32)
-    forecast = json.dumps(FORECAST)
     cards = []
     for name in ("plain", EVIL):
         recipe = source.plan["recipe"] | {"name": name}
@@ -215,10 +174,8 @@ def test_no_name_of_a_run_is_markup_in_its_card(run):
             {"recipe": recipe, "backend": name},
             {**source.info, "versions": {"torch": name}},
         )
-        (run / "forecast.json").write_text(forecast.replace('"current"', json.dumps(name)))
         named = dataclasses.replace(source, plan=plan, info=info)
         cards.append(model_card(named, hf_files(source, None), None))
-        assert "Forecast" in cards[-1]
     plain, card = cards
     for active in "<>`|[]*#&~$\n\x1b\u202e":
         assert card.count(active) == plain.count(active), active
