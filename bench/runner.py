@@ -47,7 +47,6 @@ SCENARIOS = {
     "experts": "what each recipe costs in loss in a mixture of experts (an hour)",
     "int8": "how many of attention's probabilities become zero in INT8 and in FP8",
     "inference": "how fast a trained model writes text in each recipe, with peers; eval --agree",
-    "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",
