@@ -39,7 +39,6 @@ SCENARIOS = {
     "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
     "false-alarms": "how often compare says better or worse of one recipe in different seeds",
     "law": "the law of fp8stack forecast, fitted to published losses and the study, and its errors",
-    "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",
     "golden": "what Transformer Engine computes on this GPU, for tests/numerics/test_golden.py",

@@ -51,7 +51,7 @@ def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
         file.write("\n".join(rows[200:]) + "\n")
 
     # The documents are tokens, with a tokenizer of their own.
-    prepare = "prepare corpus --train-bpe 512 --held-out 0.1 --workers 1 --out tokens"
+    prepare = "prepare corpus --train-bpe 512 --held-out 0.1 --out tokens"
     printed(*prepare.split())
     manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
     assert manifest["tokenizer"]["vocabulary"] <= 512

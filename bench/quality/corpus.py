@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -70,7 +69,6 @@ def _build(folder: Path) -> None:
         text_key="text",
         held_out=0.01,
         shard_tokens=100_000_000,
-        workers=os.cpu_count() or 1,
         out=folder / TOKENS,
         include=PATTERNS,
     )

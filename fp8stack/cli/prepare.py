@@ -18,8 +18,6 @@ HELD_OUT = option("Fraction of documents to hold out for validation. [0.01]")
 SHARD_TOKENS = option("Tokens per shard; documents are not split. [100000000]")
 INCLUDE = option("In folders, read only files that match, such as '*.md'; repeatable.")
 EXCLUDE = option("In folders, skip files that match; repeatable.")
-SKIP_BINARY = option("In folders, skip files that look binary.", "--skip-binary")
-WORKERS = option("Processes to tokenize with. [the number of cores]")
 OVERWRITE = option("Delete what an earlier prepare wrote to --out first.", "--overwrite")
 
 
@@ -34,17 +32,14 @@ def prepare(
     shard_tokens: Annotated[int, SHARD_TOKENS] = 100_000_000,
     include: Annotated[list[str] | None, INCLUDE] = None,
     exclude: Annotated[list[str] | None, EXCLUDE] = None,
-    skip_binary: Annotated[bool, SKIP_BINARY] = False,
-    workers: Annotated[int | None, WORKERS] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Tokenize documents into shards for pretrain --data.
 
-    Run again, it continues where it was interrupted.
+    Run again, it continues from its last whole shard.
     """
     import contextlib
-    import os
     import sys
     from pathlib import Path
 
@@ -65,11 +60,9 @@ def prepare(
         text_key=text_key,
         held_out=held_out,
         shard_tokens=shard_tokens,
-        workers=(os.cpu_count() or 1) if workers is None else workers,
         out=Path(out),
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
-        skip_binary=skip_binary,
         end_of_text=end_of_text,
     )
     with (
@@ -77,6 +70,6 @@ def prepare(
         stop_requests(leave_while_importing) as stop,
         stop.at_once(SAVED),
     ):
-        manifest = prepare(settings, overwrite, stop.at_once)
+        manifest = prepare(settings, overwrite)
     if json:
         options.print_json(as_json(settings, manifest))

@@ -33,18 +33,15 @@ def unreadable(path: Path | str, error: OSError) -> NoReturn:
     ) from error
 
 
-def status_of(
-    name: str, refuse: Callable[[str, OSError], NoReturn] = unreadable
-) -> os.stat_result | None:
-    """The status of a file or folder; None if it does not exist. Calls `refuse` if access is
-    denied."""
+def status_of(name: str) -> os.stat_result | None:
+    """The status of a file or folder; None if it does not exist."""
     try:
         if name:  # Path("") would be the current folder
             return Path(name).stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         pass
     except OSError as error:
-        refuse(name, error)
+        unreadable(name, error)
     return None
 
 
@@ -79,16 +76,12 @@ def is_empty(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
-def walk(
-    folder: Path,
-    skips: Callable[[Path], bool] = lambda folder: False,
-    refuse: Callable[[str, OSError], NoReturn] = unreadable,
-) -> Iterator[Path]:
+def walk(folder: Path, skips: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
     """All files below `folder`, without hidden files and folders and those that `skips` selects.
-    Links to folders are not followed. Calls `refuse` for what cannot be read."""
+    Links to folders are not followed."""
 
     def fail(error: OSError) -> NoReturn:
-        refuse(str(error.filename), error)
+        unreadable(str(error.filename), error)
 
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [n for n in folders if not n.startswith(".") and not skips(Path(parent, n))]

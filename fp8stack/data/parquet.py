@@ -1,9 +1,10 @@
-"""Parquet files with a column of text: the only file that imports pyarrow. No torch here."""
+"""Parquet files with a column of text, and .zst files: the only file that imports pyarrow. No torch
+here."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,18 @@ END_OF_TEXT = 255  # of the bytes tokenizer: no byte of UTF-8
 def is_parquet(path: Path) -> bool:
     """Whether the path names a parquet file."""
     return path.suffix.lower() == ".parquet"
+
+
+def open_zst(file: IO[bytes]) -> Any:
+    """The unpacked bytes of a file. Raises a UserError if pyarrow is missing, and an OSError, also
+    while they are read, if the data are damaged or end within a frame."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(
+            f"Reading {file.name} needs pyarrow. Install it with `pip install pyarrow`."
+        ) from error
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
 
 @contextmanager
@@ -48,20 +61,12 @@ def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterato
         ) from error
 
 
-def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
-    """Yield the values of a column from row `start` on, as pyarrow arrays of at most `rows`."""
-    first = 0
+def read_column(file: Any, name: str, rows: int) -> Iterator[Any]:
+    """Yield the values of a column as pyarrow arrays of at most `rows`."""
+    # One row group at a time, in one thread, so that memory does not grow with the file.
     for group in range(file.metadata.num_row_groups):
-        group_rows = file.metadata.row_group(group).num_rows
-        if first + group_rows > start:
-            left_out = max(0, start - first)
-            # One row group at a time, in one thread, so that memory does not grow with the file.
-            for batch in file.iter_batches(
-                rows, row_groups=[group], columns=[name], use_threads=False
-            ):
-                yield batch.column(0)[left_out:]
-                left_out = max(0, left_out - batch.num_rows)
-        first += group_rows
+        for batch in file.iter_batches(rows, row_groups=[group], columns=[name], use_threads=False):
+            yield batch.column(0)
 
 
 def values_of(column: Any) -> list[Any]:
@@ -87,7 +92,7 @@ def parquet_segments(paths: Sequence[Path]) -> tuple[Segment, ...]:
         tokens = bytearray()
         with open_parquet(path) as file:
             column = _text_column(path, file.schema_arrow)
-            for texts in read_column(file, column, 0, ROWS_AT_ONCE):
+            for texts in read_column(file, column, ROWS_AT_ONCE):
                 tokens += _documents(texts).data
                 if len(tokens) + sum(map(len, segments)) > MOST_BYTES:
                     raise UserError(

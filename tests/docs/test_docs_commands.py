@@ -322,7 +322,7 @@ def _short(words: list[str]) -> list[str]:
     """The options of a scenario's quick form."""
     options = {"reliability": ["--short", "--only=R3"], "startup": ["--rounds=2"]}
     options["gpu"] = ["--quick", *(["--part=1"] if "--dry-run" in words else [])]
-    options |= {"prepare": ["--rounds=1", "--mb=1"], "golden": []}
+    options["golden"] = []
     options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
     timed = ("emulation", "step", "grid")
     few = ["--rounds=6", "--budget=1"] if words[0] in timed else []

@@ -21,6 +21,7 @@ from fp8stack.analysis.compare.settings import Comparison, Job
 from fp8stack.analysis.forecast import measured
 from fp8stack.analysis.report import page
 from fp8stack.common import io
+from fp8stack.data.prepared import prepared_segments
 from tests.faults.processes import Change, run_ranks, unchanged
 from tests.support.cases import case
 from tests.support.run_folders import make_run
@@ -96,6 +97,28 @@ def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(every, tmp_
     assert {path.name for path in plots.iterdir()} == {
         *("run1-loss.png", "run1-rates.png", ".DS_Store"),
     }
+
+
+@pytest.mark.parametrize("every", [case(9, quick=True), case(1, quick=False)])
+def test_a_killed_prepare_leaves_a_whole_folder_or_none_and_the_next_one_sweeps(every, tmp_path):
+    before = tmp_path / "before"
+    before.mkdir()
+    text = "".join(f'{{"text": "document {n}"}}\n' for n in range(20))
+    (before / "a.jsonl").write_text(text)
+    words = ["prepare", "a.jsonl", "--out", "x", "--shard-tokens"]
+    assert run_ranks([*words, "99"], before, 1)[0].code == 0
+    (before / "x" / ".DS_Store").write_text("somebody's")
+
+    def begin(folder: Path) -> None:
+        shutil.copytree(before, folder)
+
+    def is_whole(folder: Path) -> bool:
+        return not (folder / "x/manifest.json").exists() or bool(
+            prepared_segments(folder / "x", 256)
+        )
+
+    words += ["40", "--held-out", "0.3", "--overwrite"]
+    assert kill_at_each(words, begin, is_whole, tmp_path, every=every) >= 30
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import os
 import shlex
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fp8stack.common.io import lock, storage_errors, sweep, sync_folder, write_a
 from fp8stack.common.tables import counted
 from fp8stack.common.version import __version__
 from fp8stack.data.prepare.inputs import Settings, Source
-from fp8stack.data.prepare.shards import SHARD_FILE, SplitWriter
+from fp8stack.data.prepare.writer import SHARD_FILE, SplitWriter
 from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_segments
 from fp8stack.data.tokenizer import TOKENIZER_FILES, Tokenizer
 
@@ -27,21 +27,15 @@ NOTES = {  # of each count, in the singular and the plural
         "piece that is not Unicode became U+FFFD",
         "pieces that are not Unicode became U+FFFD",
     ),
-    "cut_words": (
-        "cut within a text without spaces; tokens there may differ",
-        "cuts within a text without spaces; tokens there may differ",
-    ),
 }
 
 
 class OutputFolder:
-    """A folder of shards. While they are written, `scratch` holds what the preparation began with,
-    its tokenizer if it trains one, and a journal: a line for each place to continue from."""
+    """A folder of shards. While they are written, a file in `scratch` holds how far they are."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.scratch = path, path / UNFINISHED
-        self.manifest_path, self.begun_path = path / MANIFEST, self.scratch / "begun.json"
-        self.journal_path = self.scratch / "journal.jsonl"
+        self.manifest_path, self.progress_path = path / MANIFEST, self.scratch / "progress.json"
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -65,7 +59,7 @@ class OutputFolder:
     @property
     def is_own(self) -> bool:
         """Whether a preparation was begun or finished here."""
-        return self.begun_path.exists() or self.manifest_path.exists()
+        return self.scratch.is_dir() or self.manifest_path.exists()
 
     def clear(self) -> None:
         """Remove a preparation's files, finished or not; other files stay. Raises a UserError if
@@ -82,24 +76,12 @@ class OutputFolder:
                 "removed. Give another --out."
             )
         with storage_errors(self.path):
-            self.scratch.mkdir(exist_ok=True)
-            self.begun_path.touch()  # so that an interrupted removal can be repeated
+            self.scratch.mkdir(exist_ok=True)  # so that an interrupted removal can be repeated
             self.manifest_path.unlink(missing_ok=True)
-            self._remove_shards()
-            for name in TOKENIZER_FILES:
-                (self.path / name).unlink(missing_ok=True)
+            for path in sorted(self.path.iterdir()):
+                if SHARD_FILE.fullmatch(path.name) or path.name in TOKENIZER_FILES:
+                    path.unlink()
         self.remove_scratch()
-
-    def remove_unfinished(self) -> None:
-        """Remove all shards, and then `scratch`."""
-        with storage_errors(self.path):
-            self._remove_shards()
-        self.remove_scratch()
-
-    def _remove_shards(self) -> None:
-        for path in sorted(self.path.iterdir()):
-            if SHARD_FILE.fullmatch(path.name):
-                path.unlink()
 
     def remove_scratch(self) -> None:
         """Remove `scratch`, and files that were being written."""
@@ -127,42 +109,23 @@ class OutputFolder:
             ) from error
         return manifest
 
-    def unfinished_content(self) -> dict[str, Any]:
-        """The settings and inputs of an unfinished preparation; empty if there is none."""
+    def progress(self) -> dict[str, Any]:
+        """What the last whole shard recorded; empty if there is none."""
         try:
-            content = json.loads(self.begun_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            content = json.loads(self.progress_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
-    def begin(self, content: dict[str, Any]) -> None:
-        """Begin a preparation; an unfinished one with the same `content` stays."""
-        if self.unfinished_content() != content:
-            self.remove_unfinished()
-            with storage_errors(self.path):
-                self.scratch.mkdir()
-            write_atomically(self.begun_path, json.dumps(content).encode())
+    def begin(self) -> None:
+        """Mark the folder as unfinished."""
+        with storage_errors(self.path):
+            self.scratch.mkdir(exist_ok=True)
 
-    def record(self, place: Mapping[str, Any]) -> None:
-        """Add a place to the journal."""
-        with storage_errors(self.path), self.journal_path.open("a", encoding="utf-8") as journal:
-            journal.write(json.dumps(place) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
-
-    def return_to(self, is_valid: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-        """The last valid place in the journal, without those after it; None if there is none."""
-        lines = list[str]()
-        with suppress(FileNotFoundError):
-            lines = self.journal_path.read_text(encoding="utf-8").splitlines()
-        while lines:
-            with suppress(ValueError):  # the last line may be incomplete
-                place: dict[str, Any] = json.loads(lines[-1])
-                if is_valid(place):
-                    break
-            lines.pop()
-        write_atomically(self.journal_path, "".join(f"{line}\n" for line in lines).encode())
-        return place if lines else None
+    def record(self, progress: Mapping[str, Any]) -> None:
+        """Write how far the shards are."""
+        sync_folder(self.path)
+        write_atomically(self.progress_path, json.dumps(progress).encode())
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, which marks the folder as finished. Raises a StorageError if that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,10 +30,11 @@ class Gpt2Tokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""
-        # No special token is disallowed and none allowed: all are ordinary text.
-        return [self._encode(text) for text in texts]
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(self._encode, texts))
 
     def _encode(self, text: str) -> npt.NDArray[np.uint32]:
+        # No special token is disallowed and none allowed: all are ordinary text.
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError as error:  # its pattern cannot match a million spaces

@@ -1,0 +1,196 @@
+"""Writes documents to shards of tokens, each with a file of the ends of its documents."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8stack.common.io import sha256_of_file, storage_errors
+from fp8stack.data.order import GOLDEN, mixed
+from fp8stack.data.prepare.readers import Text
+from fp8stack.data.prepared import ENDS, Shard
+from fp8stack.data.tokenizer import Tokenizer
+
+SHARD_FILE = re.compile(r"(train|val)-(\d{5,})\.(bin|ends)")
+
+
+class SplitWriter:
+    """Writes the files of one split ("train" or "val") into `folder`, with `width` bytes for each
+    token. A shard ends with the document that reaches `shard_tokens`."""
+
+    def __init__(self, folder: Path, split: str, width: int, shard_tokens: int) -> None:
+        self._folder, self._split = folder, split
+        self._width, self._shard_tokens = width, shard_tokens
+        self.shards: list[Shard] = []  # finished
+        self.text_bytes = 0  # of all shards
+        self._tokens = self._documents = 0  # of the open shard
+
+    def place(self) -> dict[str, Any]:
+        """What was written, as JSON data, once the disk holds it."""
+        if self._tokens or self._documents:
+            self._flush()
+        return {
+            "shards": [shard.model_dump() for shard in self.shards],
+            "bytes": self.text_bytes,
+            "tokens": self._tokens,
+            "documents": self._documents,
+        }
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Continue at a `place`."""
+        self.shards = [Shard(**shard) for shard in place["shards"]]
+        self.text_bytes = place["bytes"]
+        self._tokens, self._documents = place["tokens"], place["documents"]
+
+    def files(self) -> Iterator[tuple[Path, int]]:
+        """The files up to this place, with their sizes in bytes."""
+        sizes = [(shard.tokens, shard.documents) for shard in self.shards]
+        for number, (tokens, documents) in enumerate([*sizes, (self._tokens, self._documents)]):
+            path, ends = self._paths(number)
+            if tokens or documents:
+                yield path, tokens * self._width
+                yield ends, documents * 8
+
+    def add(self, tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], text_bytes: int) -> None:
+        """Write documents: their concatenated tokens [tokens], and the place where each document
+        ends among them [documents]. Tokens after them belong to a document that continues in the
+        next call."""
+        self.text_bytes += text_bytes
+        while len(ends):
+            # The shard ends with the first document that fills it.
+            room = self._shard_tokens - self._tokens
+            count = min(int(np.searchsorted(ends, room)) + 1, len(ends))
+            end = int(ends[count - 1])
+            self._append(tokens[:end], ends[:count])
+            tokens, ends = tokens[end:], ends[count:] - end
+            if self._tokens >= self._shard_tokens:
+                self.finish()
+        if len(tokens):
+            self._append(tokens, ends)
+
+    def finish(self) -> None:
+        """Finish the open shard, if there is one."""
+        path, ends = self._paths(len(self.shards))
+        if self._tokens:
+            self._flush()
+            shard = Shard(
+                file=path.name,
+                tokens=self._tokens,
+                documents=self._documents,
+                sha256=sha256_of_file(path),
+                ends_sha256=sha256_of_file(ends),
+            )
+            self.shards.append(shard)
+        elif self._documents:  # empty, of a tokenizer without an end-of-text token
+            path.unlink()
+            ends.unlink()
+        self._tokens = self._documents = 0
+
+    def _paths(self, number: int) -> tuple[Path, Path]:
+        path = self._folder / f"{self._split}-{number:05d}.bin"
+        return path, path.with_suffix(ENDS)
+
+    def _append(self, tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> None:
+        """Write tokens, and the ends of documents among them."""
+        arrays = (tokens, (ends + self._tokens).astype("<u8"))
+        for path, array in zip(self._paths(len(self.shards)), arrays, strict=True):
+            with path.open("ab") as file:
+                file.write(np.ascontiguousarray(array).data)
+        self._tokens += len(tokens)
+        self._documents += len(ends)
+
+    def _flush(self) -> None:
+        """Flush the open shard to the disk."""
+        for path in self._paths(len(self.shards)):
+            with path.open("ab") as file:
+                os.fsync(file.fileno())
+
+
+class Writer:
+    """Tokenizes documents, writes each to the shards of its split, and counts them."""
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, shard_tokens: int, held_out: float
+    ) -> None:
+        self._folder, self._tokenizer, self._held_out = folder, tokenizer, held_out
+        width = tokenizer.dtype.itemsize
+        self.splits = {
+            name: SplitWriter(folder, name, width, shard_tokens) for name in ("train", "val")
+        }
+        self.counts = dict.fromkeys(("documents", "empty", "replaced"), 0)
+
+    @property
+    def shards(self) -> int:
+        """The number of finished shards."""
+        return sum(len(split.shards) for split in self.splits.values())
+
+    def place(self) -> dict[str, Any]:
+        """What was written, as JSON data, once the disk holds it."""
+        places = {name: split.place() for name, split in self.splits.items()}
+        return {"counts": dict(self.counts), "splits": places}
+
+    def go_to(self, place: Mapping[str, Any]) -> bool:
+        """Continue at a `place`; what was written after it is removed. Returns False, having
+        changed no file, if files up to the place are missing or too short."""
+        self.counts = dict(place["counts"])
+        for name, split in self.splits.items():
+            split.go_to(place["splits"][name])
+        sizes = dict(pair for split in self.splits.values() for pair in split.files())
+        if not all(path.is_file() and path.stat().st_size >= sizes[path] for path in sizes):
+            return False
+        with storage_errors(self._folder):
+            for path in self._folder.iterdir():
+                if path in sizes:
+                    os.truncate(path, sizes[path])
+                elif SHARD_FILE.fullmatch(path.name):
+                    path.unlink()
+        return True
+
+    def add(self, texts: Sequence[Text]) -> int:
+        """Write texts, with the end-of-text token after each document. Returns the number of
+        tokens."""
+        end = self._tokenizer.end_of_text
+        end_tokens = np.array([] if end is None else [end], dtype=np.uint32)
+        finished = np.array([not text.is_unfinished for text in texts])
+        documents = self.counts["documents"] + np.cumsum(finished) - finished
+        held = held_out(documents, self._held_out)
+        text_bytes = np.array([bytes_of(text.text) for text in texts])
+        ids = self._tokenizer.encode_batch([text.text for text in texts])
+        ids = [
+            np.concatenate([tokens, end_tokens]) if is_last else tokens
+            for tokens, is_last in zip(ids, finished, strict=True)
+        ]
+        with storage_errors(self._folder):
+            for split, selected in ((self.splits["train"], ~held), (self.splits["val"], held)):
+                if selected.any():
+                    split_ids = [ids[index] for index in np.flatnonzero(selected)]
+                    ends = np.cumsum([len(tokens) for tokens in split_ids])[finished[selected]]
+                    tokens = np.concatenate(split_ids).astype(self._tokenizer.dtype)
+                    split.add(tokens, ends, int(text_bytes[selected].sum()))
+        self.counts["documents"] += int(finished.sum())
+        self.counts["empty"] += int((finished & (text_bytes == 0)).sum())
+        self.counts["replaced"] += sum(text.replaced for text in texts)
+        return sum(map(len, ids))
+
+    def finish(self) -> None:
+        """Finish the open shards."""
+        with storage_errors(self._folder):
+            for split in self.splits.values():
+                split.finish()
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def held_out(documents: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
+    """A mask of the documents to hold out, by their indices among the inputs: a share by SplitMix64
+    hashes of the indices. Document 0 never is."""
+    x = mixed(documents.astype(np.uint64) * np.uint64(GOLDEN))
+    below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53
+    return below & (documents > 0)
