@@ -23,15 +23,13 @@ from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.precision import Hardware
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
-# Name: recipe, backend, and whether to save operands as FP8 bytes, where there is a choice.
+# Name: recipe and backend.
 ARMS = {
-    "fp32": ("fp32", "reference", False),
-    "bf16": ("bf16", "reference", False),
-    "delayed, emulated": ("delayed", "emulate", False),
-    "delayed, emulated, save_fp8": ("delayed", "emulate", True),
-    "delayed by torch": ("delayed", "torch", False),
-    "mxfp8, emulated": ("mxfp8", "emulate", False),
-    "mxfp8, emulated, save_fp8": ("mxfp8", "emulate", True),
+    "fp32": ("fp32", "reference"),
+    "bf16": ("bf16", "reference"),
+    "delayed, emulated": ("delayed", "emulate"),
+    "delayed by torch": ("delayed", "torch"),
+    "mxfp8, emulated": ("mxfp8", "emulate"),
 }
 LLAMA = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "kv_heads": 2,
@@ -91,9 +89,9 @@ def rows(tiny: bool = False) -> list[Row]:
     batch, context = (1, 16) if tiny else (8, 128)
     rows: list[Row] = []
     for case, config in configs(tiny).items():
-        for arm, (recipe, backend, save_fp8) in ARMS.items():
+        for arm, (recipe, backend) in ARMS.items():
             plan = plan_for(config, recipe, Hardware("cpu"), backend)
-            model = GPT(config, build_backend(plan, save_fp8=save_fp8))
+            model = GPT(config, build_backend(plan))
             tokens = torch.zeros(batch, context + 1, dtype=torch.int64)
             bytes_by_mode = {}
             for mode in MODES:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8stack.layers.linear import (
     Call,
-    Form,
+    CopyLayout,
     QuantizedLinear,
     Saved,
     backward_ran,
@@ -98,8 +98,8 @@ class _CrossEntropy(torch.autograd.Function):
         needs: tuple[bool, bool],
         call: Call,
     ) -> Tensor:
-        backend, quantizers, (needs_dx, needs_dw) = layer.backend, layer.quantizers, needs
-        w_rows, w_columns = backend.cast(weight, quantizers["weight"], needs_dx, call)
+        quantizers, (needs_dx, needs_dw) = layer.quantizers, needs
+        w_rows, w_columns = quantizers["weight"].cast(weight, needs_dx, call)
         copies = [w_rows, w_columns]
         losses: list[Tensor] = []
         for start, rows in _starts(len(x), chunks.rows):
@@ -107,7 +107,7 @@ class _CrossEntropy(torch.autograd.Function):
             if losses and torch.compiler.is_compiling():
                 x_chunk = _after(x_chunk, losses[-1])
             at = call._replace(first_row=start)
-            x_rows, x_columns = backend.cast(x_chunk, quantizers["input"], needs_dw, at)
+            x_rows, x_columns = quantizers["input"].cast(x_chunk, needs_dw, at)
             copies += [x_rows, x_columns]
             losses += _losses(layer, x_rows, w_rows, targets_chunk, chunks)
         count = (targets != IGNORED).sum()
@@ -162,7 +162,7 @@ def _gradients(
         if backend.observer is not None:
             backend.observer.report_chunk(layer, "grad_output", dy)
         at = call._replace(first_row=start)
-        dy_rows, dy_columns = backend.cast(dy, layer.quantizers["grad_output"], needs_dw, at)
+        dy_rows, dy_columns = layer.quantizers["grad_output"].cast(dy, needs_dw, at)
         del logits, dy
         if needs_dx:
             dx.append(backend.matmul(dy_rows, w_columns, layer.compute_dtype))
@@ -183,7 +183,7 @@ def _starts(total: int, rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(rows, total - start)
 
 
-def _all_restored(forms: Sequence[Form | None], saved: Sequence[Tensor | None]) -> list[Any]:
+def _all_restored(forms: Sequence[CopyLayout | None], saved: Sequence[Tensor | None]) -> list[Any]:
     """The copies of these forms, whose tensors were saved one after the other."""
     copies: list[Any] = []
     place = 0

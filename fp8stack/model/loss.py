@@ -100,7 +100,7 @@ def _is_quantized(head: nn.Module) -> bool:
     """Whether `chunked_loss.cross_entropy` can run this head."""
     if not isinstance(head, QuantizedLinear) or not head.in_fp8 or head.bias is not None:
         return False
-    return head.backend.chunks_loss
+    return bool(head.backend.chunks_loss)
 
 
 def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:

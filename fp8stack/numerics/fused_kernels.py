@@ -2,7 +2,8 @@
 
 The rules are those of `rounding` and `quantized`, operation for operation: numba neither contracts
 a product and a sum nor reorders sums unless it is asked to. A kernel is a C function of a pointer
-to `Work`. Several threads may run it on the same work: each takes the next tile until none is left.
+to `CastWork`, one for each group of rows. Several threads may run it on the same work: each takes
+the next tile until none is left.
 
 It knows addresses and numbers, no tensors and no quantizers.
 """
@@ -24,6 +25,7 @@ from numba.np.numpy_support import carray
 _INTEGERS = (
     # Counters: the next tile, and how many are done.
     *("next", "done"),
+    "groups",  # the number of works that lie one after the other, of which this is the first
     # Addresses, 0 for none: the matrix, the result, and the result for other blocks. The matrix is
     # float32 or, if `source_bf16`, bfloat16; the results likewise, if `result_bf16`.
     *("source", "result", "other"),
@@ -65,6 +67,7 @@ class CastWork(ctypes.Structure):
 
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
+_WORK_BYTES = ctypes.sizeof(CastWork)
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
 _JOINED = 2048  # elements of short rows that are rounded as one row
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
@@ -492,11 +495,10 @@ def _raise_columns(largest, w, column):
         _raise(w.column_amaxes + 4 * (column + c), largest[c])
 
 
-def _find_tiles(pointer):
-    """Transform a matrix if the work has a Hadamard transform, and find its amax or the amaxes of
-    its columns."""
-    w = carray(pointer, 1)[0]
-    start = _start(pointer)
+@njit(error_model="numpy")
+def _find(w, start):
+    """Transform a matrix if the work, at the address `start`, has a Hadamard transform, and find
+    its amax or the amaxes of its columns."""
     columns = w.tile_columns
     loads = w.hadamard or w.source_bf16
     memory = np.empty(columns * (1 + (w.tile_rows if loads else 0)), np.float32)
@@ -537,10 +539,9 @@ def _find_tiles(pointer):
             largest[:] = 0
 
 
-def _round_tiles(pointer):
-    """Round a matrix to one or two results, row by row."""
-    w = carray(pointer, 1)[0]
-    start = _start(pointer)
+@njit(error_model="numpy")
+def _round_matrix(w, start):
+    """Round a matrix, whose work is at the address `start`, to one or two results, row by row."""
     columns, stride = w.tile_columns, w.columns
     # A result that overwrites the source would keep loops from using vectors.
     loads, to_bf16 = w.source_bf16 or w.source == w.result, w.result_bf16 != 0
@@ -569,6 +570,13 @@ def _round_tiles(pointer):
             _ints(largest, 1)[0] = _bits(tensor_amax)
             _scales(_ints(largest, 1), into, out, w, into_e4m3)
         into[:], out[:] = into[0], out[0]
+    if w.factor and (for_all or w.scale_kind == _E4M3):  # also of a matrix without rows
+        of_output = tensor_amax * _OUT_OF_TWO_LEVELS
+        if w.scale_kind != _E4M3:
+            of_output = _floats(scales + 4 * room, 1)[0]
+        _floats(w.factor, 1)[0] = of_output
+        if w.other_factor:
+            _floats(w.other_factor, 1)[0] = of_output
     results_with_scales = 0  # bits: the results whose scales by column are there for all tiles
     while True:
         tile_index = _add(start, 1)
@@ -578,13 +586,6 @@ def _round_tiles(pointer):
         top, column = tile_index // across * w.tile_rows, tile_index % across * columns
         rows, row_length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
         first = top * stride + column
-        if tile_index == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
-            of_output = tensor_amax * _OUT_OF_TWO_LEVELS
-            if w.scale_kind != _E4M3:
-                of_output = _floats(scales + 4 * room, 1)[0]
-            _floats(w.factor, 1)[0] = of_output
-            if w.other_factor:
-                _floats(w.other_factor, 1)[0] = of_output
         source, source_stride = w.source + 4 * first, stride
         if loads:
             _load(tile, w, top, column)
@@ -642,6 +643,18 @@ def _round_tiles(pointer):
             recorded = _floats(w.recorded, 1)
             if not recorded[0] > largest_seen:
                 recorded[0] = largest_seen
+
+
+def _find_tiles(pointer):
+    """`_find` of each group."""
+    for i in range(carray(pointer, 1)[0].groups):
+        _find(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
+
+
+def _round_tiles(pointer):
+    """`_round_matrix` of each group."""
+    for i in range(carray(pointer, 1)[0].groups):
+        _round_matrix(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
 
 
 def _compiled(kernel: Callable[..., None]) -> Any:
