@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
 
 # They register operators of ours.
 import fp8stack.layers.emulate
-import fp8stack.layers.grouped_emulation
 import fp8stack.layers.kernels.scaled_gemm  # noqa: F401
 
 _ATEN: Any = torch.ops.aten
@@ -31,7 +30,7 @@ GEMMS: frozenset[Any] = frozenset(
     if overload in packet.overloads()
 ) | {
     getattr(torch.ops.fp8stack, name).default
-    for name in ("cpu_gemm", "mx_gemm", "grouped_gemm", "emulated_grouped_gemm")
+    for name in ("emulated_gemm", "mx_gemm", "grouped_gemm")
 }
 """The GEMM operators of linears. Not `bmm`, which computes unfused attention: recomputing it saves
 the memory of its scores, T x T per head."""

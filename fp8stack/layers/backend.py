@@ -12,7 +12,7 @@ from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
 from fp8stack.layers.delayed import DelayedScaling, device_of
 from fp8stack.layers.fsdp import ShardedWeight
-from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
+from fp8stack.layers.grouped import GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
 from fp8stack.layers.kernels.eager import RMSNorm
 from fp8stack.layers.linear import (
@@ -57,7 +57,6 @@ class Backend:
         weights: detects changes of the weights.
         caches_weights: whether quantized weights are cached until they change.
         compiles_whole: whether torch.compile traces all layers; else code is compiled around some.
-        grouped: builds grouped linears in FP8.
     """
 
     caches_weights = False
@@ -76,7 +75,6 @@ class Backend:
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
         self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
-        self.grouped: GroupedBackend | None = None
         self._delegates: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
@@ -124,9 +122,7 @@ class Backend:
         self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
     ) -> GroupedLinear:
         """A grouped linear with quantized operands, as decided by the plan."""
-        if self.grouped is None:
-            raise NotImplementedError(f"The backend '{self.plan.backend}' has no grouped FP8.")
-        return self.grouped.linear(layer, size, operands)
+        raise NotImplementedError(f"The backend '{self.plan.backend}' has no grouped FP8.")
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension, with float32 input and computation."""
@@ -256,8 +252,6 @@ class Backend:
     def fp8_gemms(self) -> int:
         """The number of GEMMs on FP8 operands that ran since the last call."""
         count, self.gemm_count = self.gemm_count, 0
-        if self.grouped is not None:
-            count, self.grouped.gemm_count = count + self.grouped.gemm_count, 0
         return count + sum(delegate.fp8_gemms() for delegate in self._delegates.values())
 
 

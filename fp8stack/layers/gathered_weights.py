@@ -1,13 +1,14 @@
 """The weights of scaled GEMMs as FSDP2 gathers them: in FP8, with the bytes and scales of the full
 weight.
 
-A scale per tensor, or squares of 128 x 128, serve both GEMMs of a weight: one byte per element. In
-other layouts the copies differ, and both are gathered: two bytes.
+Operands are `TorchOperand`s. A scale per tensor, or squares of 128 x 128, serve both GEMMs of a
+weight: one byte per element. In other layouts the copies differ, and both are gathered: two bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from fp8stack.layers.fsdp import WeightTensors
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_pair
 from fp8stack.layers.kernels.variants import transpose_bytes
-from fp8stack.layers.scaled_operands import ScaledOperand, TorchOperand
 from fp8stack.numerics.cast import magnitude
 
 # The rows of a block in either copy: a block must not span the shards of two ranks. NVFP4 is
@@ -33,54 +33,46 @@ _BLOCK_ROWS = {
 }
 
 
-def is_gathered_in_fp8(operand: TorchOperand, rows: int, ranks: int) -> bool:
+def is_gathered_in_fp8(operand: Any, rows: int, ranks: int) -> bool:
     """Whether a weight of `rows` rows, sharded over ranks, is gathered in FP8."""
-    if not isinstance(operand, ScaledOperand) or operand.stochastic:
+    cast = operand.joint_cast
+    if cast is None or operand.stochastic or cast.across != cast.quantizer:
         return False
-    one_quantizer = operand.across == operand.quantizer and not operand.quantizer.hadamard
-    block_rows = _BLOCK_ROWS.get(operand.kind)
-    return one_quantizer and block_rows is not None and -(-rows // ranks) % block_rows == 0
+    block_rows = None if cast.quantizer.hadamard else _BLOCK_ROWS.get(cast.kind)
+    return block_rows is not None and -(-rows // ranks) % block_rows == 0
 
 
-def gathered_bytes(operand: TorchOperand, rows: int, columns: int) -> int:
+def gathered_bytes(operand: Any, rows: int, columns: int) -> int:
     """The bytes of a full weight [rows, columns] that is gathered in FP8, with its scales."""
-    assert isinstance(operand, ScaledOperand)
-    elements, kind = rows * columns, operand.kind
+    quantizer: Quantizer = operand.joint_cast.quantizer
+    elements, kind = rows * columns, operand.joint_cast.kind
     if kind is ScaleLayout.PER_TENSOR:
         return elements
     if kind is ScaleLayout.PER_ROW:
         return 2 * elements + 4 * rows
     copies = 1 if kind is ScaleLayout.SQUARES else 2
-    height, width = operand.quantizer.blocks or (1, 1)
-    return copies * (elements + operand.quantizer.scale_bytes * elements // (height * width))
+    height, width = quantizer.blocks or (1, 1)
+    return copies * (elements + quantizer.scale_bytes * elements // (height * width))
 
 
-def share_amaxes(operands: Sequence[ScaledOperand], shards: Sequence[Tensor]) -> None:
+def share_amaxes(operands: Sequence[Any], shards: Sequence[Tensor]) -> None:
     """Reduce the amaxes of sharded weights over ranks, by one all-reduce for all of them: in
     current scaling the amax of the weight, and in scales per row the amaxes of its columns."""
-    shared = [
-        (operand, shard)
-        for operand, shard in zip(operands, shards, strict=True)
-        if operand.kind is ScaleLayout.PER_ROW
-        or (operand.kind is ScaleLayout.PER_TENSOR and not operand.quantizer.delayed)
-    ]
+    shared = []
+    for operand, shard in zip(operands, shards, strict=True):
+        quantizer, kind, *_ = operand.joint_cast
+        by_row = kind is ScaleLayout.PER_ROW
+        if by_row or (kind is ScaleLayout.PER_TENSOR and not quantizer.delayed):
+            amaxes = _column_amaxes(shard) if by_row else numerics.amax(shard)[None]
+            shared.append((operand, by_row, amaxes.detach()))
     if not shared:
         return
-    with torch.no_grad():
-        mine = [
-            _column_amaxes(shard)
-            if operand.kind is ScaleLayout.PER_ROW
-            else numerics.amax(shard)[None]
-            for operand, shard in shared
-        ]
-        largest = torch.cat(mine)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    sizes = [len(amaxes) for amaxes in mine]
-    for (operand, _), amaxes in zip(shared, torch.split(largest, sizes), strict=True):
-        if operand.kind is ScaleLayout.PER_ROW:
-            operand.shared = amaxes
-        else:
-            operand.shared = numerics.current_scale(amaxes[0], operand.quantizer)
+    largest = torch.cat([amaxes for _, _, amaxes in shared])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    sizes = [len(amaxes) for _, _, amaxes in shared]
+    for (operand, by_row, _), amaxes in zip(shared, torch.split(largest, sizes), strict=True):
+        quantizer = operand.joint_cast.quantizer
+        operand.shared = amaxes if by_row else numerics.current_scale(amaxes[0], quantizer)
 
 
 def _column_amaxes(rows: Tensor) -> Tensor:
@@ -88,26 +80,24 @@ def _column_amaxes(rows: Tensor) -> Tensor:
     return magnitude(rows).amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
 
 
-def cast_per_tensor(operand: ScaledOperand, rows: Tensor, record: bool) -> WeightTensors:
+def cast_per_tensor(operand: Any, rows: Tensor, record: bool) -> WeightTensors:
     """Cast a shard, float32 [rows, in], with the scale of the full weight: from the amax history,
     in which `record` says whether to record, or in current scaling from `share_amaxes`. The tensors
     are float8 [rows, in] and the scale."""
-    slot = operand.slot
+    slot, quantizer = operand.slot, operand.joint_cast.quantizer
     scale = operand.shared if slot is None else slot.scale()
-    data, _, amax = cast_transpose(
-        rows, scale, operand.quantizer.format, across=False, record=record
-    )
+    data, _, amax = cast_transpose(rows, scale, quantizer.format, across=False, record=record)
     if slot is not None and amax is not None:
         slot.record(amax)  # of this shard: updates take the maximum over ranks
-    return WeightTensors([data], [scale], operand.quantizer)
+    return WeightTensors([data], [scale], quantizer)
 
 
 def cast_in_blocks(
     rows: Tensor, quantizer: Quantizer, kind: ScaleLayout, column_amaxes: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Cast a shard, float32 [rows, in], with scales per row or block. Returns `gathered` and
-    `shared` of its `WeightTensors`: the row copy and its scales and, except in squares, the column
-    copy, not transposed, and its scales. These are shared if they are scales per row."""
+    `shared` of its `WeightTensors`: the rowwise copy and its scales and, except in squares, the
+    columnwise copy, not transposed, and its scales. These are shared if they are scales per row."""
     data, scales = numerics.quantize(rows, quantizer)[:2]
     if kind is ScaleLayout.SQUARES:
         return [data, scales], []
@@ -121,10 +111,10 @@ def cast_in_blocks(
 
 
 def copies_of_gathered(
-    tensors: list[Tensor], operand: ScaledOperand, with_columns: bool
+    tensors: list[Tensor], operand: Any, with_columns: bool
 ) -> tuple[Scaled, Scaled | None]:
-    """The row copy and, if needed, the column copy of a weight, from its gathered tensors."""
-    kind, across = operand.kind, tensors[2:]
+    """The rowwise and, if needed, the columnwise copy of a weight, from its gathered tensors."""
+    kind, across = operand.joint_cast.kind, tensors[2:]
     if kind is ScaleLayout.PER_TENSOR:
         data, scale = tensors
         return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, None)
@@ -132,6 +122,6 @@ def copies_of_gathered(
     if not with_columns:
         return rows, None
     data, scales = across or tensors
-    turned: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+    transposed: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
     scales = scales.view(-1, 1) if kind is ScaleLayout.PER_ROW else scales.t()
-    return rows, Scaled(turned, pack_scales(scales, kind), kind)
+    return rows, Scaled(transposed, pack_scales(scales, kind), kind)

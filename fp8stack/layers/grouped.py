@@ -1,36 +1,29 @@
 """A linear for each group of rows, such as the experts of a mixture.
 
 A `GroupedLinear` equals, to the bit, a loop of linears over the groups, each with its own
-quantizers. It runs the code of a `QuantizedLinear`: a backend of GEMMs (`GemmBackend`) casts and
-multiplies `Groups` instead of matrices.
+quantizers. In FP8, it runs the code of a `QuantizedLinear`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels.grouped_gemm import grouped_gemm, sum_groups
 from fp8stack.layers.linear import (
     NO_FX,
-    Call,
     LowPrecisionLayer,
+    QuantizedLayer,
     dtype_of_linear,
-    multiply_backward,
-    multiply_forward,
     no_autocast,
     require_supported_input,
 )
-from fp8stack.layers.operands import LayerOperands
-from fp8stack.precision.plan import LayerPlan
 
 
 class GroupedSize(NamedTuple):
@@ -40,17 +33,6 @@ class GroupedSize(NamedTuple):
     in_features: int
     out_features: int
     bias: bool
-
-
-class Groups(NamedTuple):
-    """Rows that belong to groups: [rows, columns], and where each group ends, int32 [groups]."""
-
-    rows: Tensor
-    ends: Tensor
-
-    def sum(self, dim: int, dtype: torch.dtype) -> Tensor:
-        """The sums over the rows of each group, [groups, columns]; `dim` is 0."""
-        return sum_groups(self.rows, self.ends, dtype)
 
 
 def sort_by_group(groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -167,27 +149,27 @@ class GroupedLinear(LowPrecisionLayer):
             multiply = self.multiply if self.in_fp8 else self.multiply_plain
             return multiply(rows, offsets).to(dtype)
 
-    def _require_groups(self, x: Tensor, ends: Tensor) -> None:
+    def _require_groups(self, x: Tensor, offs: Tensor) -> None:
         if not x.is_floating_point() or x.ndim != 2 or x.shape[1] != self.in_features:
             raise UserError(
                 f"A grouped linear takes [rows, {self.in_features}] of floating point, not "
                 f"{_shown(x)}."
             )
-        if ends.dtype != torch.int32 or ends.shape != (self.groups,):
+        if offs.dtype != torch.int32 or offs.shape != (self.groups,):
             raise UserError(
                 f"A grouped linear takes offsets int32 [{self.groups}], the ends of the groups, "
-                f"not {_shown(ends)}."
+                f"not {_shown(offs)}."
             )
 
-    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, offs: Tensor) -> Tensor:
         """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
-        return self.multiply_plain(x, ends)
+        return self.multiply_plain(x, offs)
 
-    def multiply_plain(self, x: Tensor, ends: Tensor) -> Tensor:
+    def multiply_plain(self, x: Tensor, offs: Tensor) -> Tensor:
         """`multiply` without FP8."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         weight = self.in_compute_dtype(self.weight)
-        y: Tensor = _MultiplyPlain.apply(x, weight, bias, ends)  # type: ignore[no-untyped-call]
+        y: Tensor = _MultiplyPlain.apply(x, weight, bias, offs)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -199,53 +181,23 @@ class _MultiplyPlain(torch.autograd.Function):
     """y = x w^T + b of each group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offs)
         ctx.has_bias = bias is not None
-        return grouped_gemm(x, weight, ends, "b", bias)
+        return grouped_gemm(x, weight, offs, "b", bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
+        x, weight, offs = ctx.saved_tensors
         with no_autocast(dy.device.type):
-            dx = grouped_gemm(dy, weight, ends, "neither") if ctx.needs_input_grad[0] else None
-            dw = grouped_gemm(dy, x, ends, "a") if ctx.needs_input_grad[1] else None
-            db = sum_groups(dy, ends, dy.dtype) if ctx.has_bias else None
+            dx = grouped_gemm(dy, weight, offs, "neither") if ctx.needs_input_grad[0] else None
+            dw = grouped_gemm(dy, x, offs, "a") if ctx.needs_input_grad[1] else None
+            db = sum_groups(dy, offs, dy.dtype) if ctx.has_bias else None
         return dx, dw, db, None
 
 
-class _MultiplyGroups(torch.autograd.Function):
-    """y = x w^T + b of each group with quantized operands."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ends: Tensor,
-        layer: QuantizedGroupedLinear,
-        needs: tuple[bool, bool],
-        record: bool,
-    ) -> Tensor:
-        call = Call(record, len(x), bias is not None)
-        y, saved, ctx.forward_pass = multiply_forward(
-            layer, Groups(x, ends), weight, bias, needs, call
-        )
-        ctx.save_for_backward(ends, *saved)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ends, *saved = ctx.saved_tensors
-        with no_autocast(dy.device.type):
-            gradients = multiply_backward(ctx.forward_pass, Groups(dy, ends), tuple(saved))
-        return *gradients, None, None, None, None
-
-
-class QuantizedGroupedLinear(GroupedLinear):
+class QuantizedGroupedLinear(QuantizedLayer, GroupedLinear):
     """A grouped linear on quantized operands.
 
     Scales of one per tensor are one for each group. A group without rows gives zero gradients of
@@ -259,46 +211,4 @@ class QuantizedGroupedLinear(GroupedLinear):
     equally many rows draw the same bits, but two ranks do not draw what one with all rows would:
     the place of a row in its group depends on the rows of other ranks, and so do the blocks over
     rows and the amaxes of a group.
-
-    Attributes:
-        backend: casts and multiplies groups, a `GemmBackend` whose matrices are `Groups` and, for
-            weights, [groups, out, in].
-        operands, quantizers: see `QuantizedLinear`.
     """
-
-    in_fp8 = True
-
-    def __init__(
-        self,
-        size: GroupedSize,
-        backend: Any,
-        operands: LayerOperands,
-        quantizers: Mapping[Operand, Any],
-    ) -> None:
-        super().__init__(size, backend.compute_dtype, backend.delayed)
-        self.backend = backend
-        self.operands = operands
-        self.quantizers = dict(quantizers)
-
-    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
-        """See `GroupedLinear.multiply`."""
-        if torch.compiler.is_compiling() and self.backend.caches_weights:
-            self.backend.weights.note_compiled_call()
-        grad = torch.is_grad_enabled()
-        needs = grad and x.requires_grad, grad and self.weight.requires_grad
-        record = self.delayed is not None and self.delayed.records(self.training and grad)
-        y: Tensor = _MultiplyGroups.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, ends, self, needs, record
-        )
-        return y
-
-
-class GroupedBackend(Protocol):
-    """Builds the grouped linears of a backend."""
-
-    gemm_count: int
-
-    def linear(
-        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
-    ) -> QuantizedGroupedLinear:
-        """A grouped linear that the plan has quantized, with what quantizes its operands."""

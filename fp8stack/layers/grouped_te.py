@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8stack.layers.grouped import GroupedLinear, GroupedSize
-from fp8stack.numerics.groups import spans
+from fp8stack.numerics.groups import sizes_of
 
 
 class TEGroupedLinear(GroupedLinear):
@@ -28,17 +29,21 @@ class TEGroupedLinear(GroupedLinear):
         self.backend = backend
         self.core: Any = None  # TE's module, once there is one
 
-    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, offs: Tensor) -> Tensor:
         """See `GroupedLinear.multiply`."""
         multiple = self.backend.group_multiple
-        places = spans(ends, len(x), multiple)
-        padded = [-(-(stop - start) // multiple) * multiple for start, stop in places]
-        if not any(padded):  # TE 2.20 may hang (TransformerEngine pull request 3019)
+        sizes = sizes_of(offs, len(x))
+        padded = -(-sizes // multiple) * multiple
+        if not padded.any():  # TE 2.20 may hang (TransformerEngine pull request 3019)
             padded[0] = multiple
-        rows = _rows_of(places, x.device) if sum(padded) != len(x) else None
-        if rows is not None:
-            x = _Spread.apply(x, rows, sum(padded))  # type: ignore[no-untyped-call]
-        y: Tensor = self.backend.run_grouped(self, x, torch.tensor(padded))
+        rows = None
+        if (total := int(padded.sum())) != len(x):
+            # The place of each row among padded groups: int64 [rows].
+            shifts = np.cumsum(padded - sizes) - (padded - sizes)
+            places = np.arange(len(x)) + np.repeat(shifts, sizes)
+            rows = torch.from_numpy(places).to(x.device)
+            x = _Spread.apply(x, rows, total)  # type: ignore[no-untyped-call]
+        y: Tensor = self.backend.run_grouped(self, x, torch.from_numpy(padded))
         return y if rows is None else _SelectRows.apply(y, rows)  # type: ignore[no-untyped-call]
 
     def parameters_of_groups(self) -> dict[str, Tensor | None]:
@@ -49,11 +54,6 @@ class TEGroupedLinear(GroupedLinear):
             for group, tensor in enumerate(() if parameter is None else parameter.unbind()):
                 lent[f"{name}{group}"] = tensor.contiguous()  # converted experts may be [in, out]
         return lent
-
-
-def _rows_of(places: list[tuple[int, int]], device: torch.device) -> Tensor:
-    """The place of each row among padded groups: int64 [rows]."""
-    return torch.cat([torch.arange(start, stop) for start, stop in places]).to(device)
 
 
 class _Spread(torch.autograd.Function):

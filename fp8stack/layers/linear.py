@@ -2,7 +2,7 @@
 
 A `QuantizedLinear` computes three GEMMs: y = x w^T + b in the forward pass (`multiply_forward`),
 dx = dy w and dw = dy^T x in the backward pass (`multiply_backward`). Its backend casts the operands
-and multiplies them, see `GemmBackend`.
+and multiplies them, see `GemmOperand` and `GemmBackend`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.fsdp import FullWeight, WeightTensors, tensors_of
+from fp8stack.layers.kernels.grouped_gemm import Groups
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.reminder import StateReminder
-from fp8stack.layers.weight_changes import Version, version_of
+from fp8stack.layers.weight_changes import CachedWeight
 
 
 class Size(NamedTuple):
@@ -46,7 +47,8 @@ class LowPrecisionLayer(nn.Module):
             changed between steps.
         was_called: whether eager code called the layer since the weight was loaded.
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
-        cached_weight: within `kept_weights`, the weight in the compute dtype, and its version.
+        transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
+        cached_weight: within `cached_weights`, the weight in the compute dtype.
     """
 
     keeps_dtype = False
@@ -55,7 +57,8 @@ class LowPrecisionLayer(nn.Module):
     reminder: StateReminder | None = None
     compute_dtype: torch.dtype
     delayed: DelayedScaling | None = None
-    cached_weight: tuple[Tensor, Version] | None = None
+    transposed = False
+    cached_weight: CachedWeight | None = None
 
     @property
     def stored_weight(self) -> Tensor | None:
@@ -64,15 +67,13 @@ class LowPrecisionLayer(nn.Module):
 
     def in_compute_dtype(self, weight: Tensor) -> Tensor:
         """`weight`, which is the parameter or a view of it, in the compute dtype; within
-        `kept_weights` it is cast once."""
-        stored = self.stored_weight
+        `cached_weights` it is cast once."""
+        stored, cached = self.stored_weight, self.cached_weight
         is_plain = type(stored) is nn.Parameter  # and not gathered by FSDP2, or computed
-        if self.cached_weight is None or torch.is_grad_enabled() or not is_plain:
+        if cached is None or torch.is_grad_enabled() or not is_plain:
             return weight.to(self.compute_dtype)
-        version = version_of(stored)
-        if self.cached_weight[1] != version:
-            self.cached_weight = weight.to(self.compute_dtype), version
-        return self.cached_weight[0]
+        matrix: Tensor = cached.get(stored, lambda: weight.to(self.compute_dtype))
+        return matrix
 
     def name_at(self, path: str) -> str:
         """The layer's name in the plan and in the FP8 state, from its module path."""
@@ -120,13 +121,7 @@ class LowPrecisionLayer(nn.Module):
 
 
 class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
-    """A linear that is a `LowPrecisionLayer`.
-
-    Attributes:
-        transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
-    """
-
-    transposed = False
+    """A linear that is a `LowPrecisionLayer`."""
 
     def __init__(
         self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
@@ -271,30 +266,31 @@ class Call(NamedTuple):
     after_norm: bool = False
 
 
-class GemmBackend(Protocol):
-    """The casts and GEMMs of a backend's linears.
+class GemmOperand(Protocol):
+    """The quantizers of one operand of a backend's linear.
 
     A copy of an operand for a GEMM is a NamedTuple: two tensors, a description of their layout, and
-    further tensors or None. In the row copy of dy, `sums` holds the sums of dy over its rows in
+    further tensors or None. In the rowwise copy of dy, `sums` holds the sums of dy over its rows in
     float32 if the cast computes them, else None.
     """
 
-    def cast(
-        self, x: Any, quantizers: Any, with_columns: bool, call: Call
-    ) -> tuple[Any, Any | None]:
-        """Cast an operand of a linear.
+    def cast(self, x: Any, with_columns: bool, call: Call) -> tuple[Any, Any | None]:
+        """Cast the operand.
 
         Args:
-            x: [rows, columns].
-            quantizers: the operand's entry in `QuantizedLinear.quantizers`.
-            with_columns: whether the column copy is needed.
+            x: [rows, columns]; of groups, `Groups`, and of their weight [groups, rows, columns].
+            with_columns: whether the columnwise copy is needed.
             call: the call of the linear.
 
         Returns:
-            The row copy, for a GEMM that reduces over the columns of `x`, and the column copy or
-            None, for a GEMM that reduces over the rows of `x`. `matmul` treats a column copy as a
-            matrix [columns, rows].
+            The rowwise copy, for a GEMM that reduces over the columns of `x`, and the columnwise
+            copy or None, for a GEMM that reduces over the rows of `x`. `matmul` treats a columnwise
+            copy as a matrix [columns, rows].
         """
+
+
+class GemmBackend(Protocol):
+    """The GEMMs of a backend's linears, on the copies of their operands."""
 
     def matmul(
         self,
@@ -314,23 +310,12 @@ class GemmBackend(Protocol):
     def gathered_copies(
         self, tensors: list[Tensor], quantizers: Any, with_columns: bool
     ) -> tuple[Any, Any | None]:
-        """The row copy and, if needed, the column copy of a weight, from its `tensors_of`."""
+        """The rowwise and, if needed, the columnwise copy of a weight, from its `tensors_of`."""
 
 
 Saved = tuple[Tensor | None, ...]
-Form = tuple[type, Any]
+CopyLayout = tuple[type, Any]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-class GemmLayer(Protocol):
-    """A layer of three GEMMs: a `QuantizedLinear`, or one for groups."""
-
-    backend: Any
-    quantizers: dict[Operand, Any]
-    compute_dtype: torch.dtype
-    weight: Any
-    operands: LayerOperands
-    delayed: DelayedScaling | None
 
 
 class ForwardPass(NamedTuple):
@@ -339,28 +324,29 @@ class ForwardPass(NamedTuple):
     Attributes:
         layer: the linear.
         call: the call.
-        forms: the class and the layout of the column copies of x and w, None for a missing copy.
-        gathers: whether the tensors of a gathered weight were saved instead of its column copy.
+        layouts: the class and the layout of the columnwise copies of x and w, None for a missing
+            copy.
+        gathers: whether the tensors of a gathered weight were saved instead of its columnwise copy.
         weight_dtype: the dtype of the weight's gradient.
     """
 
-    layer: GemmLayer
+    layer: QuantizedLayer
     call: Call
-    forms: tuple[Form | None, Form | None]
+    layouts: tuple[CopyLayout | None, CopyLayout | None]
     gathers: bool
     weight_dtype: torch.dtype
 
 
 def multiply_forward(
-    layer: GemmLayer,
+    layer: QuantizedLayer,
     x: Any,
     weight: Tensor,
     bias: Tensor | None,
     needs: tuple[bool, bool],
     call: Call,
 ) -> tuple[Tensor, Saved, ForwardPass]:
-    """Compute y = x w^T + b. x and w are cast once: their row copies are multiplied, their column
-    copies saved.
+    """Compute y = x w^T + b, of a matrix or of each group. x and w are cast once: their rowwise
+    copies are multiplied, their columnwise copies saved.
 
     Args:
         needs: whether the gradients of x and of w are needed.
@@ -371,49 +357,49 @@ def multiply_forward(
     backend, (needs_dx, needs_dw) = layer.backend, needs
     gathered = tensors_of(weight) if isinstance(weight, FullWeight) else None
     quantizers = layer.quantizers
-    x_rows, x_columns = backend.cast(x, quantizers["input"], needs_dw, call)
+    x_rows, x_columns = quantizers["input"].cast(x, needs_dw, call)
     if gathered is not None:
         w_rows, w_columns = backend.gathered_copies(gathered, quantizers["weight"], False)
     else:
-        w_rows, w_columns = backend.cast(weight, quantizers["weight"], needs_dx, call)
+        w_rows, w_columns = quantizers["weight"].cast(weight, needs_dx, call)
     y = backend.matmul(x_rows, w_rows, layer.compute_dtype, bias=bias, fast_accumulation=True)
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
     saved: Saved = ()
-    forms: list[Form | None] = []
+    layouts: list[CopyLayout | None] = []
     for copy in (x_columns, w_columns):
-        forms.append(None if copy is None else (type(copy), copy[2]))
+        layouts.append(None if copy is None else (type(copy), copy[2]))
         saved += () if copy is None else (*copy[:2], *copy[3:])
     gathers = needs_dx and gathered is not None
     if gathered is not None and gathers:
-        # FSDP2 frees this memory and gathers the weight again for the backward pass. A column copy
-        # would stay.
+        # FSDP2 frees this memory and gathers the weight again for the backward pass. A columnwise
+        # copy would stay.
         saved += (*gathered,)
-    return y, saved, ForwardPass(layer, call, (forms[0], forms[1]), gathers, weight.dtype)
+    return y, saved, ForwardPass(layer, call, (layouts[0], layouts[1]), gathers, weight.dtype)
 
 
-def restored(form: Form, saved: Saved) -> Any:
-    """The copy of this form whose tensors were saved."""
-    return form[0](*saved[:2], form[1], *saved[2:])
+def restored(layout: CopyLayout, saved: Saved) -> Any:
+    """The copy of this class and layout whose tensors were saved."""
+    return layout[0](*saved[:2], layout[1], *saved[2:])
 
 
 def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradients:
     """The gradients of x, w and b, or None for each that is not needed: dx = dy w, dw = dy^T x,
     db = the sum of dy over its rows."""
-    layer, call, (x_form, w_form) = forward_pass.layer, forward_pass.call, forward_pass.forms
+    layer, call, (x_layout, w_layout) = forward_pass[:3]
     backend, quantizers, weight_dtype = layer.backend, layer.quantizers, forward_pass.weight_dtype
     dx = dw = db = w_columns = None
-    size = 0 if x_form is None else len(x_form[0]._fields) - 1  # type: ignore[attr-defined]
-    dy_rows, dy_columns = backend.cast(dy, quantizers["grad_output"], x_form is not None, call)
-    if w_form is not None:
-        w_columns = restored(w_form, saved[size:])
+    size = 0 if x_layout is None else len(x_layout[0]._fields) - 1  # type: ignore[attr-defined]
+    dy_rows, dy_columns = quantizers["grad_output"].cast(dy, x_layout is not None, call)
+    if w_layout is not None:
+        w_columns = restored(w_layout, saved[size:])
     elif forward_pass.gathers:
         tensors = list(saved[size:])
         w_columns = backend.gathered_copies(tensors, quantizers["weight"], True)[1]
     if w_columns is not None:
         dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
-    if x_form is not None:
-        x_columns = restored(x_form, saved[:size])
+    if x_layout is not None:
+        x_columns = restored(x_layout, saved[:size])
         dw = backend.matmul(dy_columns, x_columns, torch.float32).to(weight_dtype)
     if call.has_bias and dy_rows.sums is not None:
         db = dy_rows.sums.to(weight_dtype)
@@ -428,7 +414,7 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
 
 
 class _Multiply(torch.autograd.Function):
-    """y = x w^T + b with quantized operands."""
+    """y = x w^T + b with quantized operands, of a matrix or, with `offs`, of each group of rows."""
 
     @staticmethod
     def forward(
@@ -436,39 +422,47 @@ class _Multiply(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        layer: QuantizedLinear,
+        offs: Tensor | None,
+        layer: QuantizedLayer,
         needs: tuple[bool, bool],
         record: bool,
         rows: int,
         after_norm: bool,
     ) -> Tensor:
         call = Call(record, rows, bias is not None, after_norm)
-        y, saved, ctx.forward_pass = multiply_forward(layer, x, weight, bias, needs, call)
-        ctx.save_for_backward(*saved)
+        operand = x if offs is None else Groups(x, offs)
+        y, saved, ctx.forward_pass = multiply_forward(layer, operand, weight, bias, needs, call)
+        ctx.save_for_backward(offs, *saved)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        offs, *saved = ctx.saved_tensors
+        operand = dy if offs is None else Groups(dy, offs)
         with no_autocast(dy.device.type):
-            gradients = multiply_backward(ctx.forward_pass, dy, ctx.saved_tensors)
-        return *gradients, None, None, None, None, None
+            gradients = multiply_backward(ctx.forward_pass, operand, tuple(saved))
+        return *gradients, None, None, None, None, None, None
 
 
-class QuantizedLinear(LowPrecisionLinear):
-    """A linear whose GEMMs take quantized operands.
+class QuantizedLayer(LowPrecisionLayer):
+    """A base class of linears whose GEMMs take quantized operands.
 
     Attributes:
-        backend: casts and multiplies the operands.
+        backend: multiplies the operands, a `GemmBackend`.
         operands: the layer's quantizers and their state.
-        quantizers: the `quantizers` argument of `GemmBackend.cast` for each operand.
+        quantizers: casts each operand, a `GemmOperand`.
         row_multiple: x is padded with rows of zeros to a multiple of this, for the GEMM of the
             weight gradient.
     """
 
+    in_fp8 = True
+    weight: Any
+    bias: Any
+
     def __init__(
         self,
-        size: Size,
+        size: Any,
         backend: Any,
         operands: LayerOperands,
         quantizers: Mapping[Operand, Any],
@@ -480,15 +474,14 @@ class QuantizedLinear(LowPrecisionLinear):
         self.quantizers = dict(quantizers)
         self.row_multiple = row_multiple
 
-    def cast_shard(self, rows: Tensor) -> WeightTensors:
-        """See `GatheredLayer.cast_shard`."""
-        if not self.in_fp8:
-            return super().cast_shard(rows)
-        tensors: WeightTensors = self.backend.cast_shard(self, rows)
-        return tensors
+    def multiply(self, x: Tensor, offs: Tensor | None = None) -> Tensor:
+        """Apply the linear in FP8: [rows, in] -> [rows, out], both in the compute dtype.
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """See `LowPrecisionLinear.multiply`."""
+        Args:
+            x: the input.
+            offs: int32 [groups], where each group of rows ends, if the weight has a matrix for each
+                group.
+        """
         if torch.compiler.is_compiling() and self.backend.caches_weights:
             self.backend.weights.note_compiled_call()
         weight = self.weight.t() if self.transposed else self.weight
@@ -501,6 +494,17 @@ class QuantizedLinear(LowPrecisionLinear):
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.bias, self, needs, record, rows, self.backend.after_norm
+            x, weight, self.bias, offs, self, needs, record, rows, self.backend.after_norm
         )
         return y[:rows] if missing else y
+
+
+class QuantizedLinear(QuantizedLayer, LowPrecisionLinear):
+    """A linear whose GEMMs take quantized operands."""
+
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
+        """See `GatheredLayer.cast_shard`."""
+        if not self.in_fp8:
+            return super().cast_shard(rows)
+        tensors: WeightTensors = self.backend.cast_shard(self, rows)
+        return tensors

@@ -2,28 +2,31 @@
 
 GEMMs that the plan calls plain multiply the emulator's values instead, in the compute dtype. The
 bytes, scales and amaxes equal the emulator's to the bit. x and w are quantized once, in the
-forward pass, and saved in FP8 for the backward pass. The column copies are stored transposed, as
-Hopper's GEMMs require.
+forward pass, and saved in FP8 for the backward pass. The columnwise copies are stored transposed,
+as Hopper's GEMMs require.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import Quantizer
-from fp8stack.common.quantizer_table import OPERANDS
+from fp8stack.common.formats import Format, Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
-from fp8stack.layers.emulate import EmulateBackend, Emulated, in_bf16
+from fp8stack.layers.delayed import Slot
+from fp8stack.layers.emulate import Emulated, EmulatedOperand, emulated_matmul, in_bf16
 from fp8stack.layers.fsdp import ShardedWeight, WeightTensors
+from fp8stack.layers.fused_mlp import fused_mlp, fuses_mlp
 from fp8stack.layers.gathered_weights import (
     cast_in_blocks,
     cast_per_tensor,
@@ -31,102 +34,322 @@ from fp8stack.layers.gathered_weights import (
     is_gathered_in_fp8,
     share_amaxes,
 )
-from fp8stack.layers.grouped import QuantizedGroupedLinear
-from fp8stack.layers.grouped_torch import CachedGroups, GroupedTorch
-from fp8stack.layers.kernels.fused_casts import (
-    Product,
-    cast_blocks,
-    cast_product,
-    product_amax,
-)
+from fp8stack.layers.grouped import GroupedSize, QuantizedGroupedLinear
+from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from fp8stack.layers.kernels.grouped_gemm import Groups
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import (
+    BLOCK_KERNELS,
+    MULTIPLES,
     Scaled,
     ScaleLayout,
     pack_scales,
     scaled_gemm,
+    scaled_grouped_gemm,
     scaled_pair,
 )
 from fp8stack.layers.kernels.variants import has_kernel, transpose_bytes
-from fp8stack.layers.linear import (
-    Call,
-    Gradients,
-    QuantizedLinear,
-    Size,
-    multiply_backward,
-    multiply_forward,
-    no_autocast,
-    require_supported_input,
-)
+from fp8stack.layers.linear import Call, QuantizedLayer, QuantizedLinear, Size
 from fp8stack.layers.operands import Draws, LayerOperands, castable
-from fp8stack.layers.scaled_operands import (
-    ScaledOperand,
-    TorchOperand,
-    operand_of,
-    rows_multiple,
+from fp8stack.layers.weight_cache import BatchedCasts, is_castable_in_batch
+from fp8stack.layers.weight_changes import (
+    CachedWeight,
+    WeightChanges,
+    version_of,
+    weight_matrix,
 )
-from fp8stack.layers.weight_cache import CachedWeight, WeightCache
-from fp8stack.layers.weight_changes import version_of, weight_matrix
 from fp8stack.numerics.cast import cast_scaled, codes_of_cast, record_amax
 from fp8stack.precision.plan import LayerPlan, Plan
 
-Copies = tuple[Scaled, Scaled | None]
 Copy = Scaled | Emulated
+_GEMMS_OF: dict[Operand, tuple[str, str]] = {
+    "input": ("fprop", "wgrad"),
+    "weight": ("fprop", "dgrad"),
+    "grad_output": ("dgrad", "wgrad"),
+}
+"""The GEMMs that take the rowwise and the columnwise copy of each operand."""
 
 
-class _MultiplyTwice(torch.autograd.Function):
-    """Two linears with an activation in between. The output of the activation and the gradient of
-    its input are written to memory in FP8 only, see `fused_casts`."""
+class TorchOperand(EmulatedOperand):
+    """The quantizers of an operand whose GEMMs are torch's scaled ones, or plain ones of the values
+    that the emulator has.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        up_weight: Tensor,
-        up_bias: Tensor | None,
-        down_weight: Tensor,
-        down_bias: Tensor | None,
-        up: QuantizedLinear,
-        down: QuantizedLinear,
-        activation: str,
-        needs: tuple[tuple[bool, bool], tuple[bool, bool]],
-        records: tuple[bool, bool],
-    ) -> Tensor:
-        # Neither gradient comes from the backward pass of a norm.
-        of_up = Call(records[0], len(x), up_bias is not None, after_norm=True)
-        of_down = Call(records[1], len(x), down_bias is not None, after_norm=True)
-        hidden, up_saved, ctx.up = multiply_forward(up, x, up_weight, up_bias, needs[0], of_up)
-        inner = Product(activation, hidden)
-        y, down_saved, ctx.down = multiply_forward(
-            down, inner, down_weight, down_bias, needs[1], of_down
-        )
-        ctx.activation, ctx.split = activation, len(up_saved)
-        ctx.save_for_backward(hidden, *up_saved, *down_saved)
-        return y
+    Args:
+        plain_gemms: the GEMMs of the layer that are not scaled ones.
+        bf16: whether plain GEMMs multiply bfloat16 values, else float32.
+        groups: whether it is the operand of a grouped linear.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *saved = ctx.saved_tensors
-        of_up: Gradients = (None, None, None)
-        with no_autocast(dy.device.type):
-            of_down = multiply_backward(ctx.down, dy, tuple(saved[ctx.split :]))
-            if of_down[0] is not None:
-                gradient = Product(ctx.activation, hidden, of_down[0])
-                of_up = multiply_backward(ctx.up, gradient, tuple(saved[: ctx.split]))
-        return *of_up, *of_down[1:], None, None, None, None, None
+    Attributes:
+        casts: the casts of the rowwise and of the columnwise copy; None for a copy that a plain
+            GEMM takes.
+        joint_cast: the cast that makes both copies of a matrix, if there is one.
+        cached_weight: the copies of a weight.
+        shared: of a sharded weight, the same on all ranks: in current scaling its scale, in scales
+            per row the amaxes of its columns.
+        layer: the layer, if the operand is its weight.
+    """
+
+    def __init__(
+        self,
+        name: Operand,
+        operands: LayerOperands,
+        plain_gemms: Collection[str] = (),
+        *,
+        bf16: bool = False,
+        groups: bool = False,
+    ) -> None:
+        super().__init__(name, operands, bf16)
+        self.groups = groups
+        along, across, slot_across = self.along, self.across, self.slot_across
+        if across == "forward":
+            across, slot_across = along, self.slot
+        rowwise = columnwise = self.joint_cast = None
+        is_scaled = [gemm not in plain_gemms for gemm in _GEMMS_OF[name]]
+        if is_scaled[0]:
+            assert along is not None
+            rowwise = _scaled_cast(along, self.slot, across)
+        if is_scaled[1]:
+            assert across is not None
+            quantizer = replace(across, hadamard=0)
+            columnwise = _scaled_cast(quantizer, slot_across, across, with_rows=False)
+        self.casts = rowwise, columnwise
+        if rowwise and columnwise and not groups and _alike_but_for_hadamard(along, across):
+            self.joint_cast = rowwise
+        self.cached_weight: CachedWeight | None = None
+        self.shared = torch.ones(())
+        self.layer: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"cached_weight": None}  # a copied layer casts its own weight
+
+    @property
+    def in_batched_cast(self) -> bool:
+        """Whether the kernel that casts many weights supports this quantizer."""
+        kinds = (ScaleLayout.PER_TENSOR, ScaleLayout.SQUARES, ScaleLayout.MX)
+        return self.joint_cast is not None and self.joint_cast.kind in kinds
+
+    def cast(
+        self, x: Tensor | Product | Groups, with_columns: bool, call: Call
+    ) -> tuple[Copy, Copy | None]:
+        """See `GemmOperand.cast`; the copies of a weight are cached until it changes."""
+        cached = self.cached_weight
+        if cached is not None and self._is_current(cached):
+            rows, columns = cached.copies
+            return rows, columns if with_columns else None
+        if self.joint_cast is not None:
+            assert not isinstance(x, Groups)
+            return scaled_copies(x, self, self.joint_cast, with_columns, call)
+        assert not isinstance(x, Product)
+        if self.groups:
+            rows, columns = super().cast(x, with_columns, call)
+            return self._as_bytes(rows, False), columns and self._as_bytes(columns, True)
+        if self.casts == (None, None):
+            return super().cast(x, with_columns, call)
+        assert isinstance(x, Tensor)
+        return self._cast_one_by_one(x, with_columns, call)
+
+    def _cast_one_by_one(
+        self, x: Tensor, with_columns: bool, call: Call
+    ) -> tuple[Copy, Copy | None]:
+        """`cast` of a copy for a scaled GEMM and one for a plain GEMM, or with other quantizers."""
+        rowwise, columnwise = self.casts
+        rows: Copy
+        if rowwise is None:
+            rows = self.copy(x, None, False, call)
+        else:
+            rows = scaled_copies(x, self, rowwise, False, call)[0]
+        if not with_columns:
+            if call.record and self.always_records and self.slot_across is not None:
+                self.slot_across.record(numerics.amax(x))
+            return rows, None
+        if columnwise is not None:
+            call = call._replace(has_bias=False)  # the sums of dy are computed once
+            return rows, scaled_copies(x, self, columnwise, True, call)[1]
+        if not self.reuses_rowwise:
+            return rows, self.copy(x, None, True, call)
+        values = rows if isinstance(rows, Emulated) else self.copy(x, None, False, call)
+        return rows, self.columnwise_of(values)
+
+    def _is_current(self, cached: CachedWeight) -> bool:
+        """Whether the cached copies of a weight are valid."""
+        assert self.layer is not None
+        weights: WeightChanges = self.layer.backend.weights
+        if not weights.copied or torch.compiler.is_compiling():
+            return weights.copied
+        # In a backward pass, activation checkpointing recomputes blocks. Outside of a pass of the
+        # model, a layer that is called alone may have a weight that changed since the last pass.
+        if not weights.fresh and torch._C._current_graph_task_id() == -1:
+            return False
+        weight = self.layer._parameters.get("weight")
+        if type(weight) is nn.Parameter and not weight.is_inference():  # as `version_of`, faster
+            version = id(weight), weight.device, weight.data_ptr(), weight._version
+            if cached.version == version:
+                return True
+        return cached.version == version_of(weight_matrix(self.layer))
+
+    def _as_bytes(self, copy: Emulated, across: bool) -> Copy:
+        """A copy of groups for a scaled GEMM; or, if it is saved and FP8 represents its values, as
+        FP8 values for a plain one."""
+        cast, quantizer = self.casts[across], self.across if across else self.along
+        is_saved = across and self.name != "grad_output"
+        if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
+            return copy
+        if cast is None and not is_saved:
+            return copy
+        data = copy.values.to(quantizer.element.dtype)
+        if cast is None:
+            return copy._replace(values=data)
+        assert copy.factor is not None
+        if across:  # of a weight: [groups, in, out], which has to be contiguous
+            data = data.transpose(-2, -1).contiguous()
+        return Scaled(data, copy.factor, cast.kind, offs=copy.offs)
 
 
-_BY_BLOCKS = {ScaleLayout.ROWS, ScaleLayout.MX}  # a kernel makes both copies
+def _alike_but_for_hadamard(along: Quantizer | None, across: Quantizer | None) -> bool:
+    """Whether the quantizers are equal up to their Hadamard transforms."""
+    if along is None or across is None:
+        return along is across
+    return replace(along, hadamard=across.hadamard) == across
 
 
-def _copies(x: Tensor, quantizer: Quantizer, kind: ScaleLayout, across: bool = True) -> Copies:
-    """The row copy and the column copy of `x`, with scales per row or block."""
+def _scaled_cast(
+    quantizer: Quantizer, slot: Slot | None, across: Quantizer | None, *, with_rows: bool = True
+) -> ScaledCast:
+    if quantizer.blocks is None:
+        kind = ScaleLayout.PER_TENSOR if quantizer.per_tensor else ScaleLayout.PER_ROW
+    elif quantizer.scale_bytes == 1:
+        kind = ScaleLayout.MX if quantizer.scale == "e8m0" else ScaleLayout.NV
+    else:
+        kind = ScaleLayout.SQUARES if quantizer.blocks[0] > 1 else ScaleLayout.ROWS
+    return ScaledCast(quantizer, kind, slot, quantizer.element, across, with_rows)
+
+
+ScaledCopies = tuple[Scaled, Scaled | None]
+
+
+class ScaledCast(NamedTuple):
+    """The cast of a copy, or of both, for scaled GEMMs.
+
+    Attributes:
+        quantizer: the quantizer of both copies, up to the Hadamard transform of the columnwise one.
+        kind: the layout of the scales.
+        slot: the slot in the amax history, if the scale is delayed.
+        target: the FP8 or FP4 format.
+        across: the quantizer of the columnwise copy.
+        with_rows: whether the rowwise copy is needed, and not the columnwise one alone.
+    """
+
+    quantizer: Quantizer
+    kind: ScaleLayout
+    slot: Slot | None
+    target: Format
+    across: Quantizer | None
+    with_rows: bool = True
+
+
+def scaled_copies(
+    x: Tensor | Product, operand: TorchOperand, cast: ScaledCast, with_columns: bool, call: Call
+) -> ScaledCopies:
+    """The rowwise and, if needed, the columnwise copy of `x` for scaled GEMMs.
+
+    Args:
+        x: what is cast.
+        operand: the `TorchOperand`.
+        cast: one of its casts.
+        with_columns: whether the columnwise copy is needed.
+        call: the call of the linear.
+    """
+    quantizer, kind = cast.quantizer, cast.kind
+    sums = call.has_bias and operand.name == "grad_output"
+    if isinstance(x, Tensor) and x.dtype == torch.float64:
+        x = x.float()
+    if kind is ScaleLayout.PER_TENSOR:
+        return _with_one_scale(x, operand, cast, with_columns, call, sums)
+    if kind in BLOCK_KERNELS and (isinstance(x, Product) or has_kernel(x.device)):
+        product = Product("cast", x) if isinstance(x, Tensor) else x
+        copies = cast_blocks(product, quantizer, across=with_columns, sums=sums)
+        assert copies.inv_scale is not None
+        rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
+        if copies.transposed is None or copies.inv_scale_across is None:
+            return rows, None
+        return rows, Scaled(copies.transposed, copies.inv_scale_across, kind)
+    assert isinstance(x, Tensor)
+    total = x.sum(0, dtype=torch.float32) if sums else None
+    if kind is ScaleLayout.NV:
+        across = cast.across if with_columns else None
+        bits = operand.bits(not cast.with_rows, call.rows), operand.bits(True, call.rows)
+        rows, columns = cast_nvfp4(x, quantizer, across, bits)
+    else:
+        by_row = kind is ScaleLayout.PER_ROW
+        make = compiled_cast(_copies_in_torch, x, operand) if by_row else _copies_in_torch
+        rows, columns = make(x, quantizer, kind, with_columns)
+    return rows._replace(sums=total), columns
+
+
+def _with_one_scale(
+    x: Tensor | Product,
+    operand: TorchOperand,
+    cast: ScaledCast,
+    with_columns: bool,
+    call: Call,
+    sums: bool,
+) -> ScaledCopies:
+    """`scaled_copies` with one scale per tensor. In compiled code, inductor fuses a cast with a
+    delayed scale with the computation of `x`, except the transpose if a reduction over rows
+    computes or consumes `x`: it would be written byte by byte."""
+    quantizer, recorded, counts = cast.quantizer, None, None
+    if cast.slot is not None:
+        scale, recorded, counts = cast.slot.cast_arguments(call.record)
+    elif isinstance(x, Product):  # current scaling: the amax comes first
+        scale = numerics.current_scale(product_amax(x), quantizer)
+    else:
+        scale = compiled_cast(_current_scale, x, operand)(x, quantizer)
+    total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
+    if isinstance(x, Product) or not _casts_in_torch(x, quantizer, with_columns):
+        product = Product("cast", x) if isinstance(x, Tensor) else x
+        options = {"across": with_columns, "sums": sums and total is None}
+        options["record"] = recorded is not None
+        copies = cast_product(product, scale, quantizer.format, **options)
+        if copies.amax is not None and recorded is not None:
+            record_amax(recorded, copies.amax, counts)
+        total = copies.sums if total is None else total
+        return scaled_pair(copies.data, copies.transposed, scale, total)
+    if recorded is not None:
+        record_amax(recorded, numerics.amax(x), counts)
+    compiling = torch.compiler.is_compiling()
+    dy = operand.name == "grad_output"
+    reduced = operand.name == "input" or (dy and (call.has_bias or not call.after_norm))
+    if compiling and reduced and with_columns and has_kernel(x.device):
+        # A kernel transposes the bytes before they are viewed as float8: inductor then reads them
+        # from memory.
+        codes = codes_of_cast(x, scale, quantizer.format)
+        dtype = cast.target.dtype
+        assert dtype is not None
+        transposed = transpose_bytes(codes).view(dtype)
+        return scaled_pair(codes.view(dtype), transposed, scale, total)
+    data = cast_scaled(x.contiguous(), scale, cast.target)
+    transposed = data.t().clone(memory_format=torch.contiguous_format) if with_columns else None
+    return scaled_pair(data, transposed, scale, total)
+
+
+def _casts_in_torch(x: Tensor, quantizer: Quantizer, with_columns: bool) -> bool:
+    """Whether torch's own operators cast `x` with one scale: in compiled code that inductor can
+    fuse, and in eager code on a CPU that no dispatch mode observes. Else one operator does."""
+    if torch.compiler.is_compiling():
+        # In current scaling, inductor cannot fuse the cast with the computation of x.
+        return quantizer.delayed or not (has_kernel(x.device) and with_columns)
+    return x.is_cpu and not torch._C._len_torch_dispatch_stack()
+
+
+def _copies_in_torch(
+    x: Tensor, quantizer: Quantizer, kind: ScaleLayout, with_columns: bool = True
+) -> ScaledCopies:
+    """The two copies of `x` with scales per row or block."""
     x = castable(x).contiguous()
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
-    along = Scaled(data, pack_scales(inv_scale, kind), kind)
-    if not across:
-        return along, None
+    rows = Scaled(data, pack_scales(inv_scale, kind), kind)
+    if not with_columns:
+        return rows, None
     if kind is ScaleLayout.SQUARES:
         data, inv_scale = data.t().contiguous(), inv_scale.t()
     elif kind is ScaleLayout.PER_ROW:
@@ -135,7 +358,7 @@ def _copies(x: Tensor, quantizer: Quantizer, kind: ScaleLayout, across: bool = T
         inv_scale = inv_scale.view(-1, 1)
     else:  # one copy is not the transpose of the other
         data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
-    return along, Scaled(data, pack_scales(inv_scale, kind), kind)
+    return rows, Scaled(data, pack_scales(inv_scale, kind), kind)
 
 
 def _current_scale(x: Tensor, quantizer: Quantizer) -> Tensor:
@@ -145,16 +368,12 @@ def _current_scale(x: Tensor, quantizer: Quantizer) -> Tensor:
 _compile_once = cache(compiled)
 
 
-def _plain_gemm(a: Emulated, b: Emulated, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """See `EmulateBackend.matmul`; in bfloat16 throughout where nothing is scaled."""
-    in_bf16 = {a.values.dtype, b.values.dtype, out_dtype} == {torch.bfloat16}
-    if not in_bf16 or a.factor is not None or b.factor is not None:
-        return EmulateBackend.matmul(a, b, out_dtype, bias=bias)
-    first = a.values.t() if a.form.transposed else a.values
-    second = b.values if b.form.transposed else b.values.t()
-    if bias is None:
-        return torch.mm(first, second)
-    return torch.addmm(bias.to(out_dtype), first, second)
+def compiled_cast(cast: Callable[..., Any], x: Tensor, operand: TorchOperand) -> Callable[..., Any]:
+    """`cast`, compiled if it casts a weight outside of compiled code on a GPU."""
+    if operand.layer is None or torch.compiler.is_compiling() or not has_kernel(x.device):
+        return cast
+    compiled_by = operand.layer.backend.compiled_by
+    return _compile_once(cast, *compiled_by) if compiled_by else cast
 
 
 class TorchBackend(Backend):
@@ -164,16 +383,13 @@ class TorchBackend(Backend):
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
-        self._layers: list[QuantizedLinear] = []
-        self._grouped_layers: list[QuantizedGroupedLinear] = []
-        self.grouped: GroupedTorch = GroupedTorch(self)
-        self._cache = WeightCache()
+        self._layers: list[QuantizedLayer] = []
+        self._batched_casts = BatchedCasts()
         self._sharded_layers: list[QuantizedLinear] = []
         # torch.compile's backend and mode, for casts of weights that no Triton kernel does.
         self.compiled_by: tuple[CompileBackend, str] | None = None
-        self.after_norm = (
-            False  # its own from the start, or the first block would be compiled twice
-        )
+        # Its own from the start, or the first block would be compiled twice.
+        self.after_norm = False
 
     def compile_casts(self, backend: CompileBackend, mode: str) -> None:
         """See `Backend.compile_casts`."""
@@ -181,12 +397,30 @@ class TorchBackend(Backend):
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
         """See `Backend.fp8_linear`."""
-        bf16 = in_bf16(self.plan, layer)
-        quantizers = {name: operand_of(name, operands, layer, in_bf16=bf16) for name in OPERANDS}
-        multiple = rows_multiple([quantizers[name] for name in ("input", "grad_output")])
+        quantizers = self._quantizers(layer, operands)
+        # Divides the rows of x and dy.
+        of_rows = (*quantizers["input"].casts, *quantizers["grad_output"].casts)
+        multiple = max((MULTIPLES[cast.kind] for cast in of_rows if cast is not None), default=1)
         linear = QuantizedLinear(size, self, operands, quantizers, multiple)
         quantizers["weight"].layer = linear
         return linear
+
+    def fp8_grouped_linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> QuantizedGroupedLinear:
+        """See `Backend.fp8_grouped_linear`."""
+        quantizers = self._quantizers(layer, operands, groups=True)
+        linear = QuantizedGroupedLinear(size, self, operands, quantizers)
+        quantizers["weight"].layer = linear
+        return linear
+
+    def _quantizers(
+        self, layer: LayerPlan, operands: LayerOperands, *, groups: bool = False
+    ) -> dict[Operand, TorchOperand]:
+        options = {"bf16": in_bf16(self.plan, layer), "groups": groups}
+        return {
+            name: TorchOperand(name, operands, layer.plain_gemms, **options) for name in OPERANDS
+        }
 
     def matmul(
         self,
@@ -200,170 +434,25 @@ class TorchBackend(Backend):
         """See `GemmBackend.matmul`."""
         if isinstance(a, Scaled) and isinstance(b, Scaled):
             options: dict[str, Any] = {"bias": bias, "fast_accumulation": fast_accumulation}
+            if a.offs is not None:
+                return scaled_grouped_gemm(a, b, out_dtype, **options)
             options["in_float32"] = self.plan.hardware.slow_scaled_mm
             return scaled_gemm(a, b, out_dtype, **options)
         assert isinstance(a, Emulated)
         assert isinstance(b, Emulated)
-        return _plain_gemm(a, b, out_dtype, bias)
+        if a.offs is None:
+            return _plain_gemm(a, b, out_dtype, bias)
+        # Groups may be saved as FP8 values.
+        b = b._replace(values=b.values.to(a.values.dtype))
+        return emulated_matmul(a, b, out_dtype, bias=bias)
 
-    def cast(
-        self, x: Tensor | Product, quantizers: TorchOperand, with_columns: bool, call: Call
-    ) -> tuple[Copy, Copy | None]:
-        """See `GemmBackend.cast`; the copies of a weight are cached until it changes."""
-        if quantizers.cached is not None and self.is_current(quantizers, quantizers.cached):
-            rows, columns = quantizers.cached.copies
-            return rows, columns if with_columns else None
-        return self.copies(x, quantizers, with_columns, call)
-
-    def is_current(self, quantizers: TorchOperand | CachedGroups, cached: CachedWeight) -> bool:
-        """Whether the cached copies of a weight are valid."""
-        if not self.weights.copied or torch.compiler.is_compiling():
-            return self.weights.copied
-        # In a backward pass, activation checkpointing recomputes blocks. Outside of a pass of the
-        # model, a layer that is called alone may have a weight that changed since the last pass.
-        if not self.weights.fresh and torch._C._current_graph_task_id() == -1:
-            return False
-        assert quantizers.layer is not None
-        weight = quantizers.layer._parameters.get("weight")
-        if type(weight) is nn.Parameter and not weight.is_inference():  # as `version_of`, faster
-            version = id(weight), weight.device, weight.data_ptr(), weight._version
-            if cached.version == version:
-                return True
-        return cached.version == version_of(weight_matrix(quantizers.layer))
-
-    def copies(
-        self, x: Tensor | Product, quantizers: TorchOperand, with_columns: bool, call: Call
-    ) -> tuple[Copy, Copy | None]:
-        """`cast` without cached copies."""
-        if isinstance(quantizers, ScaledOperand):
-            return self.quantize(x, quantizers, with_columns, call)
-        assert isinstance(x, Tensor)
-        rows: Copy | None = None
-        columns: Copy | None = None
-        scaled, values = (quantizers.rows, quantizers.columns), quantizers.values
-        if scaled[0] is None or (with_columns and scaled[1] is None):
-            across = with_columns and scaled[1] is None
-            rows, columns = EmulateBackend.cast(self, x, values, across, call)
-        elif not with_columns and call.record and values.always_records:
-            assert values.slot_across is not None
-            values.slot_across.record(numerics.amax(x))
-        if scaled[0] is not None:
-            rows = self.quantize(x, scaled[0], False, call)[0]
-        if with_columns and scaled[1] is not None:
-            without_sums = call._replace(has_bias=False)
-            columns = self.quantize(x, scaled[1], True, without_sums)[1]
-        assert rows is not None
-        return rows, columns
-
-    def quantize(
-        self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
-    ) -> Copies:
-        """The copies of `x` for scaled GEMMs. In compiled code, inductor fuses a cast with a
-        delayed scale with the computation of `x`, except the transpose if a reduction over rows
-        computes `x`: it would be written byte by byte."""
-        quantizer, kind = quantizers.quantizer, quantizers.kind
-        sums = call.has_bias and quantizers.name == "grad_output"
-        if isinstance(x, Tensor) and x.dtype == torch.float64:
-            x = x.float()
-        if kind is ScaleLayout.PER_TENSOR:
-            # In current scaling, inductor cannot fuse the cast with the computation of x.
-            if isinstance(x, Tensor) and torch.compiler.is_compiling():
-                by_kernel = has_kernel(x.device) and with_columns
-                if quantizer.delayed or not by_kernel:
-                    return self._compiled_cast(x, quantizers, with_columns, call, by_kernel)
-            return self._cast(x, quantizers, with_columns, call.record, sums)
-        if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
-            product = Product("cast", x) if isinstance(x, Tensor) else x
-            copies = cast_blocks(product, quantizer, across=with_columns, sums=sums)
-            assert copies.inv_scale is not None
-            rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
-            if copies.transposed is None or copies.inv_scale_across is None:
-                return rows, None
-            return rows, Scaled(copies.transposed, copies.inv_scale_across, kind)
-        assert isinstance(x, Tensor)
-        total = x.sum(0, dtype=torch.float32) if sums else None
-        if kind is ScaleLayout.NV:
-            across = quantizers.across if with_columns else None
-            assert across != "forward"
-            bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
-            rows, columns = cast_nvfp4(x, quantizer, across, bits)
-        else:
-            by_row = kind is ScaleLayout.PER_ROW
-            make = self._compiled(_copies, x, quantizers) if by_row else _copies
-            rows, columns = make(x, quantizer, kind, with_columns)
-        return rows._replace(sums=total), columns
-
-    def _cast(
-        self,
-        x: Tensor | Product,
-        quantizers: ScaledOperand,
-        with_columns: bool,
-        record: bool,
-        sums: bool,
-    ) -> Copies:
-        """`quantize` with one scale per tensor, in eager code or by a kernel."""
-        slot, quantizer = quantizers.slot, quantizers.quantizer
-        recorded = counts = None
-        if slot is not None:
-            scale, recorded, counts = slot.cast_arguments(record)
-        else:  # current scaling: the amax comes first
-            if isinstance(x, Tensor):
-                scale = self._compiled(_current_scale, x, quantizers)(x, quantizer)
-            else:
-                scale = numerics.current_scale(product_amax(x), quantizer)
-        total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
-        # The operator is for the Triton kernels and for dispatch modes; else call the CPU code.
-        observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        if isinstance(x, Tensor) and x.is_cpu and not observed:
-            data = cast_scaled(x.contiguous(), scale, quantizers.target)
-            turned = data.t().clone(memory_format=torch.contiguous_format) if with_columns else None
-            if recorded is not None:
-                record_amax(recorded, numerics.amax(x), counts)
-            return scaled_pair(data, turned, scale, total)
-        product = Product("cast", x) if isinstance(x, Tensor) else x
-        options = {"across": with_columns, "sums": sums and total is None}
-        options["record"] = recorded is not None
-        copies = cast_product(product, scale, quantizer.format, **options)
-        if copies.amax is not None and recorded is not None:
-            record_amax(recorded, copies.amax, counts)
-        sums_of_rows = copies.sums if total is None else total
-        return scaled_pair(copies.data, copies.transposed, scale, sums_of_rows)
-
-    def _compiled(self, cast: Any, x: Tensor, quantizers: ScaledOperand) -> Any:
-        """`cast`, compiled if it casts a weight outside of compiled code on a GPU."""
-        outside = quantizers.name == "weight" and not torch.compiler.is_compiling()
-        if self.compiled_by and outside and has_kernel(x.device):
-            return _compile_once(cast, *self.compiled_by)
-        return cast
-
-    def _compiled_cast(
-        self, x: Tensor, quantizers: ScaledOperand, with_columns: bool, call: Call, by_kernel: bool
-    ) -> Copies:
-        """`_cast` in code that inductor can fuse, except that a kernel writes the transpose if a
-        reduction computes or consumes `x`."""
-        dy = quantizers.name == "grad_output"
-        sums = dy and call.has_bias
-        total = x.sum(0, dtype=torch.float32) if sums else None
-        reduced = quantizers.name == "input" or (dy and (call.has_bias or not call.after_norm))
-        scale = quantizers.scale(x, False, call.record)
-        assert scale is not None
-        format, dtype = quantizers.quantizer.format, quantizers.target.dtype
-        assert dtype is not None
-        if not (by_kernel and reduced):
-            data = numerics.cast_to_fp8(x, scale, format).contiguous()
-            return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, total)
-        codes = codes_of_cast(x, scale, format)
-        turned = transpose_bytes(
-            codes
-        )  # of the codes, before the view: inductor then reads them from memory
-        return scaled_pair(codes.view(dtype), turned.view(dtype), scale, total)
-
-    def cache_weight(self, layer: QuantizedLinear, record: bool) -> None:
+    def cache_weight(self, layer: QuantizedLayer, record: bool) -> None:
         """Quantize the weight of a layer and cache the copies."""
+        weight = layer.weight.t() if layer.transposed else layer.weight
         quantizers: TorchOperand = layer.quantizers["weight"]
-        call = Call(record, len(layer.matrix), has_bias=False)
-        copies = self.copies(layer.matrix, quantizers, True, call)
-        quantizers.cached = CachedWeight(copies, version_of(weight_matrix(layer)))
+        quantizers.cached_weight = None  # free the memory
+        copies = quantizers.cast(weight, True, Call(record, len(weight), has_bias=False))
+        quantizers.cached_weight = CachedWeight(copies, version_of(weight_matrix(layer)))
 
     def register_hooks(self, model: nn.Module) -> None:
         """See `Backend.register_hooks`: a hook caches the quantized weights for all micro-batches
@@ -371,12 +460,7 @@ class TorchBackend(Backend):
         self._layers = [
             layer
             for layer in model.modules()
-            if isinstance(layer, QuantizedLinear) and layer.backend is self
-        ]
-        self._grouped_layers = [
-            layer
-            for layer in model.modules()
-            if isinstance(layer, QuantizedGroupedLinear) and layer.backend is self.grouped
+            if isinstance(layer, QuantizedLayer) and layer.backend is self
         ]
         for layer in self._layers:  # `convert` built another, on meta
             layer.quantizers["weight"].layer = layer
@@ -394,43 +478,7 @@ class TorchBackend(Backend):
 
     def mlp(self, x: Tensor, mlp: Any) -> Tensor:
         """See `Backend.mlp`; where possible, a kernel fuses the activation with the casts."""
-        return self._fused_mlp(x, mlp) if self._fuses(x, mlp) else mlp(x)
-
-    def _fuses(self, x: Tensor, mlp: Any) -> bool:
-        """Whether `_fused_mlp` can replace the layers of an MLP, with the same results."""
-        if not has_kernel(x.device) or _has_hooks(mlp):
-            return False
-        layers = (mlp.up, mlp.down)
-        if not all(_takes_products(layer) for layer in layers):
-            return False
-        # Each layer pads its input separately: the activation of a padded row may not be zero.
-        rows = x.numel() // x.shape[-1]
-        return rows > 0 and rows % max(layer.row_multiple for layer in layers) == 0
-
-    def _fused_mlp(self, x: Tensor, mlp: Any) -> Tensor:
-        up, down = mlp.up, mlp.down
-        compiling = torch.compiler.is_compiling()
-        if compiling:
-            self.weights.note_compiled_call()
-        for layer in (up, down):
-            require_supported_input(x, layer._parameters.get("weight"))
-            if not compiling:
-                layer.was_called = True
-        grad = torch.is_grad_enabled()
-        up_needs = grad and x.requires_grad, grad and up.weight.requires_grad
-        bias_trains = grad and up.bias is not None and up.bias.requires_grad
-        down_needs = any(up_needs) or bias_trains, grad and down.weight.requires_grad
-        records = [
-            layer.delayed is not None and layer.delayed.records(layer.training and grad)
-            for layer in (up, down)
-        ]
-        with no_autocast(x.device.type):
-            rows = x.to(self.compute_dtype).reshape(-1, up.in_features)
-            parameters = (up.matrix, up.bias, down.matrix, down.bias)
-            y: Tensor = _MultiplyTwice.apply(  # type: ignore[no-untyped-call]
-                rows, *parameters, up, down, mlp.activation, (up_needs, down_needs), tuple(records)
-            )
-            return y.view(*x.shape[:-1], down.out_features)
+        return fused_mlp(self, x, mlp) if fuses_mlp(x, mlp) else mlp(x)
 
     def prepare_sharding(self, module: nn.Module) -> None:
         """See `Backend.prepare_sharding`."""
@@ -438,7 +486,9 @@ class TorchBackend(Backend):
         within, ranks = set(module.modules()), dist.get_world_size()
         for layer in self._layers:
             operand = layer.quantizers["weight"]
-            if layer not in within or not is_gathered_in_fp8(operand, layer.out_features, ranks):
+            if layer not in within or not isinstance(layer, QuantizedLinear):
+                continue
+            if not is_gathered_in_fp8(operand, layer.out_features, ranks):
                 continue
             layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
             self._sharded_layers.append(layer)
@@ -446,65 +496,54 @@ class TorchBackend(Backend):
     def before_all_gather(self) -> None:
         """See `Backend.before_all_gather`."""
         # DTensors, whose local tensors are `ShardedWeight`s.
-        shards = [layer.weight.to_local().plain() for layer in self._sharded_layers]  # type: ignore[attr-defined]
+        shards = [layer.weight.to_local().plain() for layer in self._sharded_layers]
         share_amaxes([layer.quantizers["weight"] for layer in self._sharded_layers], shards)
 
     def cast_shard(self, layer: QuantizedLinear, rows: Tensor) -> WeightTensors:
         """See `GemmBackend.cast_shard`."""
         operand = layer.quantizers["weight"]
-        if operand.kind is ScaleLayout.PER_TENSOR:
+        quantizer, kind, *_ = operand.joint_cast
+        if kind is ScaleLayout.PER_TENSOR:
             record = layer.delayed is not None and layer.delayed.is_recording
             return cast_per_tensor(operand, rows, record)
-        cast = self._compiled(cast_in_blocks, rows, operand)
-        gathered, shared = cast(rows, operand.quantizer, operand.kind, operand.shared)
-        return WeightTensors(gathered, shared, operand.quantizer)
+        cast = compiled_cast(cast_in_blocks, rows, operand)
+        gathered, shared = cast(rows, quantizer, kind, operand.shared)
+        return WeightTensors(gathered, shared, quantizer)
 
     def gathered_copies(
-        self, tensors: list[Tensor], quantizers: ScaledOperand, with_columns: bool
-    ) -> Copies:
+        self, tensors: list[Tensor], quantizers: TorchOperand, with_columns: bool
+    ) -> ScaledCopies:
         """See `GemmBackend.gathered_copies`."""
         return copies_of_gathered(tensors, quantizers, with_columns)
 
     def _cache_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:
             return
-        together: list[tuple[QuantizedLinear, Tensor]] = []
+        batch: list[tuple[QuantizedLayer, Tensor]] = []
         # Inference tensors could not be saved for a backward pass. (Leaving inference mode enables
         # gradients, hence `no_grad`.)
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
                 weight, quantizers = weight_matrix(layer), layer.quantizers["weight"]
                 if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
-                    quantizers.cached = None  # the weight is sharded or computed at each call
-                elif quantizers.in_batched_cast and _is_plain(weight):
-                    together.append((layer, weight))
+                    # The weight is sharded or computed at each call.
+                    quantizers.cached_weight = None
+                elif quantizers.in_batched_cast and is_castable_in_batch(weight):
+                    batch.append((layer, weight))
                 else:
                     self.cache_weight(layer, self.weights.first)
-            for grouped_layer in self._grouped_layers:
-                self.grouped.cache_weight(grouped_layer, self.weights.first)
-            if together:
-                self._cache.cast(together, self.delayed, self.weights)
+            if batch:
+                self._batched_casts.cast(batch, self.delayed, self.weights)
         self.weights.mark_copied()
 
 
-def _is_plain(weight: Tensor) -> bool:
-    """Whether the kernel that casts many weights can read this one."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight._base is None
-    return plain and weight.is_contiguous() and has_kernel(weight.device)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or after the module, in the forward or the backward pass."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
-def _takes_products(layer: nn.Module) -> bool:
-    """Whether a kernel may compute the layer's input and output gradient as it casts them, so that
-    they never exist in high precision: no hook reads them."""
-    if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
-        return False
-    if _has_hooks(layer):
-        return False
-    kinds = {getattr(layer.quantizers[name], "kind", None) for name in ("input", "grad_output")}
-    return kinds <= {ScaleLayout.PER_TENSOR, *_BY_BLOCKS}
+def _plain_gemm(a: Emulated, b: Emulated, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """See `emulated_matmul`; in bfloat16 throughout where nothing is scaled."""
+    in_bf16 = {a.values.dtype, b.values.dtype, out_dtype} == {torch.bfloat16}
+    if not in_bf16 or a.factor is not None or b.factor is not None:
+        return emulated_matmul(a, b, out_dtype, bias=bias)
+    first = a.values.t() if a.layout.transposed else a.values
+    second = b.values if b.layout.transposed else b.values.t()
+    if bias is None:
+        return torch.mm(first, second)
+    return torch.addmm(bias.to(out_dtype), first, second)

@@ -1,44 +1,75 @@
-"""A cache of the FP8 copies of weights, valid until the weights change."""
+"""Copies of weights that are used until the weights change."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.kernels.weight_casts import KeptWeights
-from fp8stack.layers.linear import QuantizedLinear
-from fp8stack.layers.weight_changes import Version, WeightChanges, version_of
+from fp8stack.layers.emulate import EmulatedOperand
+from fp8stack.layers.kernels.variants import has_kernel
+from fp8stack.layers.kernels.weight_casts import BatchedCast
+from fp8stack.layers.linear import Call, LowPrecisionLayer, QuantizedLayer
+from fp8stack.layers.weight_changes import CachedWeight, Version, WeightChanges, version_of
 from fp8stack.numerics.cast import record_amax
 
 
-@dataclass
-class CachedWeight:
-    """The row copy and the column copy of a weight, as `GemmBackend.cast` returns them, and the
-    version of the weight."""
+@contextmanager
+def cached_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which emulated linears, and those that are not in FP8, round a weight once until
+    it changes, in passes without gradients. It takes the memory of the rounded weights. Changes
+    that `version_of` cannot see, through `weight.data`, must not happen within."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLayer)]
+    plain = [layer for layer in layers if not layer.in_fp8]
+    weights: list[Any] = [getattr(layer, "quantizers", {}).get("weight") for layer in layers]
+    emulated = [operand for operand in weights if type(operand) is EmulatedOperand]
+    for layer in plain:
+        layer.cached_weight = CachedWeight()
+    for operand in emulated:
+        vars(operand)["cast"] = partial(_cast_once, operand, CachedWeight())
+    try:
+        yield
+    finally:
+        for layer in plain:
+            layer.cached_weight = None
+        for operand in emulated:
+            del vars(operand)["cast"]
 
-    copies: tuple[Any, Any]
-    version: Version
+
+def _cast_once(
+    operand: EmulatedOperand, cached: CachedWeight, weight: Tensor, with_columns: bool, call: Call
+) -> Any:
+    """`operand.cast`, in passes without gradients once until the weight changes."""
+    cast = partial(EmulatedOperand.cast, operand, weight, with_columns, call)
+    return cast() if with_columns or call.record else cached.get(weight, cast)
 
 
-class WeightCache:
-    """The copies of the weights of many layers, which one kernel casts."""
+def is_castable_in_batch(weight: Tensor) -> bool:
+    """Whether the kernel that casts many weights can read this one."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight._base is None
+    return plain and weight.is_contiguous() and has_kernel(weight.device)
+
+
+class BatchedCasts:
+    """The cached copies of the weights of many layers, which one kernel casts."""
 
     def __init__(self) -> None:
-        self._groups: list[tuple[KeptWeights, bool]] = []  # with whether scaling is delayed
+        self._groups: list[tuple[BatchedCast, bool]] = []  # with whether scaling is delayed
         self._addresses: list[tuple[int, int, torch.dtype]] = []  # of the weights
         self._versions: list[Version] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(WeightCache())  # the weights of a copy have other addresses
+        return vars(BatchedCasts())  # the weights of a copy have other addresses
 
     def cast(
         self,
-        layers: list[tuple[QuantizedLinear, Tensor]],
+        layers: list[tuple[QuantizedLayer, Tensor]],
         delayed: DelayedScaling | None,
         changes: WeightChanges,
     ) -> None:
@@ -61,27 +92,29 @@ class WeightCache:
                 group.cast()
         weights: list[CachedWeight] = []
         for layer, weight in layers:
-            cached = layer.quantizers["weight"].cached
+            cached = layer.quantizers["weight"].cached_weight
             cached.version = changes.versions.get(layer) or version_of(weight)
             weights.append(cached)
-        versions = [cached.version for cached in weights]
+        versions = [cached.version or () for cached in weights]
         if versions != self._versions:  # copies that autograd saved were overwritten
             tensors = [copy.data for cached in weights for copy in cached.copies]
             torch.autograd.graph.increment_version(tensors)
             self._versions = versions
 
-    def _allocate(self, layers: list[tuple[QuantizedLinear, Tensor]]) -> None:
+    def _allocate(self, layers: list[tuple[QuantizedLayer, Tensor]]) -> None:
         self._groups = []
-        groups: dict[Any, list[tuple[QuantizedLinear, Tensor]]] = defaultdict(list)
+        groups: dict[Any, list[tuple[QuantizedLayer, Tensor]]] = defaultdict(list)
         for layer, weight in layers:
             quantizers = layer.quantizers["weight"]
-            quantizers.cached = None  # free the memory before new copies are allocated
-            groups[quantizers.quantizer, weight.dtype, weight.device].append((layer, weight))
+            quantizers.cached_weight = None  # free the memory before new copies are allocated
+            groups[quantizers.joint_cast.quantizer, weight.dtype, weight.device].append(
+                (layer, weight)
+            )
         for (quantizer, *_), members in groups.items():
             slots = [layer.operands.slots for layer, _ in members if quantizer.delayed]
             columns = [of_layer["weight", False].column for of_layer in slots]
-            group = KeptWeights([weight.detach() for _, weight in members], quantizer, columns)
+            group = BatchedCast([weight.detach() for _, weight in members], quantizer, columns)
             self._groups.append((group, quantizer.delayed))
-            for (layer, _), (rows, turned) in zip(members, group.copies, strict=True):
-                copies = (turned, rows) if layer.transposed else (rows, turned)
-                layer.quantizers["weight"].cached = CachedWeight(copies, ())
+            for (layer, _), (rows, transposed) in zip(members, group.copies, strict=True):
+                copies = (transposed, rows) if layer.transposed else (rows, transposed)
+                layer.quantizers["weight"].cached_weight = CachedWeight(copies, ())

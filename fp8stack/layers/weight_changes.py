@@ -14,6 +14,7 @@ import ctypes
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,28 @@ def version_of(weight: Tensor | None) -> Version:
     # In-place operations increment `_version`, except those on `weight.data`.
     address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
     return (id(weight), weight.device, address, weight._version)
+
+
+@dataclass
+class CachedWeight:
+    """Copies of a weight that are used until the weight changes.
+
+    Attributes:
+        copies: the rowwise and the columnwise copy, as `GemmBackend.cast` returns them, or the
+            weight in a compute dtype.
+        version: `version_of` the weight that was copied; None before.
+    """
+
+    copies: Any = None
+    version: Version | None = None
+
+    def get(self, weight: Tensor | None, copy: Callable[[], Any]) -> Any:
+        """The copies of the weight as it is, which `copy` makes if there are none."""
+        version = version_of(weight)
+        if self.version != version:
+            self.copies = None  # free the memory
+            self.copies, self.version = copy(), version
+        return self.copies
 
 
 _WATCHES: weakref.WeakSet[WeightChanges] = weakref.WeakSet()

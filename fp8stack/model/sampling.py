@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8stack.common.errors import NumericFailure, UserError
 from fp8stack.layers.compiler import without_compiled_code
-from fp8stack.layers.emulate import kept_weights
+from fp8stack.layers.weight_cache import cached_weights
 from fp8stack.model.gpt import GPT
 
 
@@ -101,7 +101,7 @@ def generate(
     cache = model.new_cache(tokens=min(context, len(prompt) + count))
     tokens = list(prompt)
     new = tokens[-context:]
-    with kept_weights(model):
+    with cached_weights(model):
         for _ in range(count):
             if cache.length + len(new) > context:
                 when_full()

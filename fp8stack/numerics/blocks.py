@@ -42,6 +42,12 @@ class RoundingRule:
         """Whether the GEMM's output is multiplied by a factor."""
         return not self.carries or self.quantizer.scale == "e4m3"
 
+    @cached_property
+    def row_multiple(self) -> int:
+        """The number that the rows of the result are padded to a multiple of: the size of a
+        Hadamard transform that mixes rows, else 1."""
+        return (self.quantizer.hadamard or 1) if self.dim == 0 else 1
+
     def shape(self, rows: int, columns: int) -> Block:
         """Rows and columns of the result, padded for a Hadamard transform."""
         size = self.quantizer.hadamard or 1

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 # Threads that import numba at once wait for each other's modules for ever.
 _LOCK = threading.RLock()
-_RULES: list[RoundingRule] = []
+RULES: list[RoundingRule] = []
+"""The rounding rules, by their ids."""
 _NUMBERS: dict[RoundingRule, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
 """The counter, seed, stream and first row of `RandomBits`."""
@@ -50,15 +52,10 @@ Results = list[tuple[tuple[int, ...], torch.dtype]]
 def number(rule: RoundingRule) -> int:
     """The integer id of a rounding rule, by which `round` and the operator find it."""
     with _LOCK:
-        index = _NUMBERS.setdefault(rule, len(_RULES))
-        if index == len(_RULES):
-            _RULES.append(rule)
+        index = _NUMBERS.setdefault(rule, len(RULES))
+        if index == len(RULES):
+            RULES.append(rule)
     return index
-
-
-def rule(number: int) -> RoundingRule:
-    """The rounding rule with this id."""
-    return _RULES[number]
 
 
 def needs_operator(x: Tensor) -> bool:
@@ -84,6 +81,12 @@ def implementation(x: Tensor) -> Callable[..., list[Tensor]] | None:
     if not x.is_cpu or (_KERNELS or _loaded())[1] is not None:
         return None
     return op if needs_operator(x) else round
+
+
+def rounds_groups(x: Tensor) -> bool:
+    """Whether `round_groups` rounds `x`, which has memory."""
+    is_supported = x.is_cpu and x.dtype in _DTYPES and x.numel() > 0
+    return is_supported and (_KERNELS or _loaded())[1] is None
 
 
 def why_not() -> str | None:
@@ -151,12 +154,13 @@ def _team() -> Callable[..., None] | None:
     return run
 
 
-def _run(kernel: Any, work: CastWork, threads: int) -> None:
+def _run(kernel: Any, works: int, threads: int) -> None:
+    """Run a kernel on the works at an address."""
     team = _team() if threads > 1 else None
     if team is None:
-        kernel.ctypes(ctypes.addressof(work))
+        kernel.ctypes(works)
     else:
-        team(kernel.address, ctypes.addressof(work), threads, 0)
+        team(kernel.address, works, threads, 0)
 
 
 def _tile(rule: RoundingRule, rows: int, columns: int, threads: int) -> tuple[int, int]:
@@ -184,11 +188,11 @@ def _plan(
     threads: int,
 ) -> tuple[CastWork, bool, Results]:
     """The work of a cast without its addresses, whether it needs an amax first, and its results."""
-    rule = _RULES[number]
+    rule = RULES[number]
     results, quantizer = _results(rule, rows, columns, bf16), rule.quantizer
     target, scale = quantizer.element, quantizer.scale
     kernels = _loaded()[0]
-    work: CastWork = kernels.CastWork()
+    work: CastWork = kernels.CastWork(groups=1)
     work.source_bf16, work.result_bf16 = dtype == torch.bfloat16, bf16
     if set(rule.blocks) == {(0, 0)} and not quantizer.hadamard and not quantizer.stochastic:
         rows, columns = 1, rows * columns
@@ -229,12 +233,10 @@ def round(
     stream: int,
     first_row: int,
     bf16: bool = False,
-    into: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Round `x` by the rule with this id: for each of the rule's blocks the values, float32 or
-    `bf16`, and, if `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`.
-    They are written to `into`, if it is given: contiguous, of the right shapes and dtypes."""
-    rule = _RULES[number]
+    `bf16`, and, if `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`."""
+    rule = RULES[number]
     source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
     threads = torch.get_num_threads() if source.numel() > _ALONE else 1
     sizes = *source.shape, x.dtype, scale is not None, bf16, threads
@@ -242,9 +244,8 @@ def round(
     kernels = (_KERNELS or _loaded())[0]
     work = type(planned).from_buffer_copy(planned)
     results = []
-    for shape, dtype in new if into is None else ():
+    for shape, dtype in new:
         results.append(torch.empty(shape, dtype=dtype))
-    results = into or results
     work.source = source.data_ptr()
     if rule.has_factor:
         work.factor, work.other_factor = results[1].data_ptr(), results[-1].data_ptr()
@@ -265,14 +266,89 @@ def round(
         if (0, 1) in rule.blocks:
             columns_amax = torch.zeros(work.columns, dtype=torch.int32)
             work.column_amaxes = columns_amax.data_ptr()
-        _run(kernels.find_tiles, work, threads)
+        _run(kernels.find_tiles, ctypes.addressof(work), threads)
         work.next_tile = 0
         if work.hadamard:
             work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns
             work.source_bf16 = bf16
-    _run(kernels.round_tiles, work, threads)
+    if threads == 1:
+        kernels.round_tiles.ctypes(ctypes.addressof(work))
+    else:
+        _run(kernels.round_tiles, ctypes.addressof(work), threads)
     return results
+
+
+_RESULT_FIELDS = ("result", "factor"), ("other_result", "other_factor")
+
+
+def round_groups(
+    x: Tensor,
+    number: int,
+    sizes: np.ndarray,
+    scale: Tensor | None,
+    amaxes: Tensor | None,
+    bits: tuple[Tensor | None, int, Tensor | None, int],
+    results: list[Tensor],
+) -> None:
+    """`round` of each group of the rows of `x`, by one call of a kernel for all of them.
+
+    Args:
+        x: [rows, columns], or groups of one size, [groups, rows, columns].
+        number: the id of the rule.
+        sizes: the number of rows of each group, int64 [groups].
+        scale: the scale of each group, float32 [groups], if scales are given.
+        amaxes: zeros, replaced by the amaxes of the groups, float32 [groups]; for a given scale.
+        bits: the counter, seed, streams [groups] and first row of the random bits.
+        results: memory for the values and, if the rule has factors, the factors, for each of its
+            blocks; with a row for each of the groups' padded rows, or an entry for each group.
+    """
+    rule, columns = RULES[number], x.shape[-1]
+    is_bf16 = results[0].dtype == torch.bfloat16
+    source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
+    threads = torch.get_num_threads() if source.numel() > _ALONE else 1
+    highest = max(1, int(sizes.max()))
+    plan = highest, columns, x.dtype, scale is not None, is_bf16, threads
+    planned, needs_amax, _ = _plan(number, *plan)
+    kernels = (_KERNELS or _loaded())[0]
+    works = np.frombuffer(bytearray(bytes(planned) * len(sizes)), np.dtype(type(planned)))
+    works["groups"] = np.arange(len(sizes), 0, -1)
+    padded = -(-sizes // rule.row_multiple) * rule.row_multiple
+    if planned.rows == 1 < highest:  # elements are rounded as one row
+        works["source_columns"] = works["columns"] = sizes * columns
+    else:
+        works["source_rows"], works["rows"] = sizes, padded
+    index, starts = np.arange(len(sizes)), np.cumsum(padded) - padded
+    works["source"] = source.data_ptr() + (np.cumsum(sizes) - sizes) * columns * source.itemsize
+    memories = iter(results)
+    for block, names in zip(rule.blocks, _RESULT_FIELDS, strict=False):
+        values = next(memories)
+        works[names[0]] = values.data_ptr() + starts * values.shape[-1] * values.itemsize
+        if rule.has_factor:
+            factors = next(memories)
+            by_row = block == (1, 0)
+            offsets = starts if by_row else index * (factors.numel() // len(sizes))
+            works[names[1]] = factors.data_ptr() + offsets * factors.itemsize
+    counter, seed, streams, first_row = bits
+    if counter is not None and streams is not None:
+        works["counter"], works["seed"], works["first_row"] = int(counter), seed, first_row
+        works["stream"] = streams.numpy()
+    address = works.ctypes.data
+    if scale is not None:
+        scale = scale.contiguous()
+        works["scale"] = scale.data_ptr() + index * scale.itemsize
+    if amaxes is not None:
+        works["recorded"] = amaxes.data_ptr() + index * amaxes.itemsize
+    if needs_amax:
+        if (0, 1) in rule.blocks:
+            column_amaxes = np.zeros((len(sizes), int(planned.columns)), np.int32)
+            works["column_amaxes"] = column_amaxes.ctypes.data + index * column_amaxes.strides[0]
+        _run(kernels.find_tiles, address, threads)
+        works["next_tile"] = 0
+        if planned.hadamard:
+            works["source"], works["source_bf16"] = works["result"], is_bf16
+            works["source_rows"], works["source_columns"] = works["rows"], works["columns"]
+    _run(kernels.round_tiles, address, threads)
 
 
 def _results(rule: RoundingRule, rows: int, columns: int, bf16: bool) -> Results:
@@ -288,7 +364,7 @@ def _results(rule: RoundingRule, rows: int, columns: int, bf16: bool) -> Results
 
 def _fake(x: Tensor, number: int, *options: Any) -> list[Tensor]:
     rows, columns = x.shape
-    results = _results(_RULES[number], rows, columns, options[-1])
+    results = _results(RULES[number], rows, columns, options[-1])
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
 

@@ -2,7 +2,8 @@
 
 The rules are those of `rounding` and `quantized`, operation for operation: numba neither contracts
 a product and a sum nor reorders sums unless it is asked to. A kernel is a C function of a pointer
-to `Work`. Several threads may run it on the same work: each takes the next tile until none is left.
+to `CastWork`, one for each group of rows. Several threads may run it on the same work: each takes
+the next tile until none is left.
 
 It knows addresses and numbers, no tensors and no quantizers.
 """
@@ -24,6 +25,7 @@ from numba.np.numpy_support import carray
 _INTEGERS = (
     # Counters of tiles, and room for the amax of the matrix, as bits.
     *("next_tile", "tiles_done", "amax"),
+    "groups",  # the number of works that lie one after the other, of which this is the first
     # Addresses, 0 for none: the matrix, the result, and the result for other blocks. The matrix is
     # float32 or, if `source_bf16`, bfloat16; the results likewise, if `result_bf16`.
     *("source", "result", "other_result"),
@@ -65,6 +67,7 @@ _NEXT_TILE, _TILES_DONE = CastWork.next_tile.offset, CastWork.tiles_done.offset
 _AMAX = CastWork.amax.offset
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
+_WORK_BYTES = ctypes.sizeof(CastWork)
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
 _JOINED = 2048  # elements of short rows that are rounded as one row
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
@@ -500,11 +503,10 @@ def _tiles(w):
     return beside, beside * ((w.rows + w.tile_rows - 1) // w.tile_rows)
 
 
-def _find_tiles(pointer):
-    """Transform a matrix if the work has a Hadamard transform, and find its amax or the amaxes of
-    its columns."""
-    w = carray(pointer, 1)[0]
-    start = _start(pointer)
+@njit(error_model="numpy")
+def _find(w, start):
+    """Transform a matrix if the work, at the address `start`, has a Hadamard transform, and find
+    its amax or the amaxes of its columns."""
     columns = w.tile_columns
     loads = w.hadamard or w.source_bf16
     memory = np.empty(columns * (1 + (w.tile_rows if loads else 0)), np.float32)
@@ -548,7 +550,7 @@ def _find_tiles(pointer):
 _ROUNDED, _BITS, _AMAXES, _INTO, _OUT, _OTHER_INTO, _OTHER_OUT, _LINES = range(8)
 
 
-@njit
+@njit(error_model="numpy")
 def _set_one_scale(lines, w, tensor_amax, into_e4m3):
     """Set the scales of a row to the scale of the matrix."""
     columns = w.tile_columns
@@ -608,10 +610,9 @@ def _round_tile(lines, w, source, stride, top, column, is_other, sets_columns, i
             _narrow(_halves(result + 2 * index, length), target)
 
 
-def _round_tiles(pointer):
-    """Round a matrix to one or two results, row by row."""
-    w = carray(pointer, 1)[0]
-    start = _start(pointer)
+@njit(error_model="numpy")
+def _round_matrix(w, start):
+    """Round a matrix, whose work is at the address `start`, to one or two results, row by row."""
     # A result that overwrites the source would keep loops from using vectors.
     loads = w.source_bf16 or w.source == w.result
     room = max(w.tile_columns, _JOINED) + 4
@@ -626,6 +627,13 @@ def _round_tiles(pointer):
     has_one_scale = w.height == 0 and w.width == 0
     if has_one_scale:
         _set_one_scale(lines, w, tensor_amax, into_e4m3)
+    if w.factor and (has_one_scale or w.scale_kind == _E4M3):  # also of a matrix without rows
+        factor = tensor_amax * _OUT_OF_TWO_LEVELS
+        if w.scale_kind != _E4M3:
+            factor = _floats(lines[_OUT], 1)[0]
+        _floats(w.factor, 1)[0] = factor
+        if w.other_factor:
+            _floats(w.other_factor, 1)[0] = factor
     beside, tiles = _tiles(w)
     sets_columns = True
     while True:
@@ -634,13 +642,6 @@ def _round_tiles(pointer):
             memory[0] = _ZERO  # keeps the memory until here
             return
         top, column = index // beside * w.tile_rows, index % beside * w.tile_columns
-        if index == 0 and w.factor and (has_one_scale or w.scale_kind == _E4M3):
-            factor = tensor_amax * _OUT_OF_TWO_LEVELS
-            if w.scale_kind != _E4M3:
-                factor = _floats(lines[_OUT], 1)[0]
-            _floats(w.factor, 1)[0] = factor
-            if w.other_factor:
-                _floats(w.other_factor, 1)[0] = factor
         source, stride = w.source + 4 * (top * w.columns + column), w.columns
         if loads:
             _load(lines[_LINES], w, top, column)
@@ -661,6 +662,18 @@ def _round_tiles(pointer):
             recorded = _floats(w.recorded, 1)
             if not recorded[0] > largest_seen:
                 recorded[0] = largest_seen
+
+
+def _find_tiles(pointer):
+    """`_find` of each group."""
+    for i in range(carray(pointer, 1)[0].groups):
+        _find(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
+
+
+def _round_tiles(pointer):
+    """`_round_matrix` of each group."""
+    for i in range(carray(pointer, 1)[0].groups):
+        _round_matrix(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
 
 
 def _compiled(kernel: Callable[..., None]) -> Any:

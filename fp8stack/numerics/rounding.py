@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class Rounded(NamedTuple):
 class Rounding(RoundingRule):
     """A rounding rule with its two implementations, `fused` and torch."""
 
+    @cached_property
+    def number(self) -> int:
+        """The rule's id in this process, see `fused.number`; compiled code cannot create one."""
+        return fused.number(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _numbered, (self.quantizer, self.blocks, self.dim)
+
     def round(
         self,
         x: Tensor,
@@ -71,7 +79,7 @@ class Rounding(RoundingRule):
         run = fused.implementation(x) if fuse else None
         if run is not None:
             bits = _NO_BITS if generator is None else _bits(generator)
-            tensors = run(x, self._number, scale, recorded, counts, *bits, bf16)
+            tensors = run(x, self.number, scale, recorded, counts, *bits, bf16)
             copies = []
             step = 2 if self.has_factor else 1
             for i in range(0, len(tensors), step):
@@ -104,9 +112,12 @@ class Rounding(RoundingRule):
         values = round_blocks(blocks, scales.into, scales.out, self.quantizer.element, bits)
         return Rounded(restore(values), scales.factor)
 
-    @cached_property
-    def _number(self) -> int:
-        return fused.number(self)
+
+def _numbered(*fields: Any) -> Rounding:
+    """A copy of a rule, with its id in this process."""
+    rule = Rounding(*fields)
+    assert rule.number >= 0
+    return rule
 
 
 _NO_BITS: fused.Bits = (None, 0, 0, 0)

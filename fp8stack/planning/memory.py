@@ -16,7 +16,7 @@ import torch
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8
 from fp8stack.layers.operands import LayerOperands
-from fp8stack.layers.scaled_operands import operand_of
+from fp8stack.layers.torch import TorchOperand
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
@@ -63,7 +63,6 @@ class Setting:
     optimizer: OptimizerName = "adamw"
     momentum: float = 0.9
     checkpointing: Recompute = "none"
-    save_fp8: bool = False
     ranks: int = 1
     parallel: Literal["ddp", "fsdp"] = "ddp"
 
@@ -156,7 +155,7 @@ def estimate(setting: Setting) -> Estimate:
     shards = sharded(shapes, setting.ranks) if setting.shares_out else shapes
     parameters = float_bytes(shards)
     size = setting.sequences, setting.context
-    traced = trace(config, plan, *size, save_fp8=setting.save_fp8, gathers=setting.shares_out)
+    traced = trace(config, plan, *size, gathers=setting.shares_out)
     kinds = [_block(setting, traced, f"blocks.{place}") for place in range(len(traced.kinds))]
     blocks = [kind for kind, indices in zip(kinds, traced.kinds, strict=True) for _ in indices]
     first_block = {name: shape for name, shape in shards.items() if name.startswith("blocks.0.")}
@@ -308,7 +307,7 @@ def _saved_by_gathering(setting: Setting, layer: LayerPlan) -> int:
         return (FLOAT - dtype.itemsize) * elements
     if setting.plan.backend_of(layer) != "torch":
         return 0
-    operand = operand_of("weight", LayerOperands(layer.quantizers), layer, in_bf16=False)
+    operand = TorchOperand("weight", LayerOperands(layer.quantizers), layer.plain_gemms)
     if not is_gathered_in_fp8(operand, layer.out_features, setting.ranks):
         return 0
     return FLOAT * elements - gathered_bytes(operand, layer.out_features, layer.in_features)

@@ -39,8 +39,7 @@ from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.linear import CastLinear, QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
-from fp8stack.layers.scaled_operands import ScaledOperand
-from fp8stack.layers.torch import TorchBackend
+from fp8stack.layers.torch import TorchBackend, TorchOperand
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
@@ -125,7 +124,7 @@ def fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int
     return rows % feature_multiple(plan.recipe.quantizers, "te") == 0
 
 
-def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
+def backend_of(plan: Plan) -> Backend:
     """The plan's backend, with `torch` in place of Transformer Engine."""
 
     def by_torch(name: Any) -> Any:
@@ -138,7 +137,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
         for la in plan.layers
     )
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
-    backend = build_backend(native, save_fp8=save_fp8)
+    backend = build_backend(native)
     vars(backend)["set_matmul_precision"] = lambda *_: None  # nothing is multiplied
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
@@ -162,9 +161,9 @@ def gather_weights(model: nn.Module, backend: Backend) -> None:
                 x
                 for x in delegate._layers
                 if tied[id(x.weight)] == 1
+                and isinstance(x, QuantizedLinear)
                 and is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
             ]
-            delegate._grouped_layers = []
     for layer in model.modules():
         if type(layer) is CastLinear and tied[id(layer.weight)] == 1:
             layer.weight = nn.Parameter(layer.weight.detach().to(layer.compute_dtype))
@@ -195,7 +194,7 @@ class GroupedByTE(QuantizedLinear):
         slots: Any = {place: _FirstOf(slot) for place, slot in operands.slots.items()}
         draws = None if operands.draws is None else backend.draws.layer(f"{layer.name}.0")
         of_all = LayerOperands(operands.quantizers, slots, draws)
-        quantizers = {name: ScaledOperand(name, of_all) for name in OPERANDS}
+        quantizers = {name: TorchOperand(name, of_all) for name in OPERANDS}
         gemms = _GroupedGemms(backend, groups)
         super().__init__(Size(inputs, groups * outputs, bias), gemms, of_all, quantizers)
         quantizers["weight"].layer = self
@@ -208,7 +207,7 @@ class GroupedByTE(QuantizedLinear):
         record = self.delayed is not None and self.delayed.records(grad)
         needs = (grad, grad)
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, bias, self, needs, record, len(x), False
+            x, self.weight, bias, None, self, needs, record, len(x), False
         )
         return y
 
@@ -256,7 +255,7 @@ class _GroupedGemms:
         else:  # dx
             second = second.view(len(second), groups, -1).permute(1, 2, 0)
         ends = torch.empty(groups, dtype=torch.int32)
-        gemm = torch.ops.fp8stack.emulated_grouped_gemm
+        gemm = torch.ops.fp8stack.emulated_gemm
         scales = a.inv_scale, b.inv_scale
         y: Tensor = gemm(first, second, ends, turn, 1, *scales, False, bias, False, out_dtype)
         return y.flatten(0, -2)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from pydantic import (
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted, unknown
 from fp8stack.common.io import DEEPEST, parse_toml, read_toml
+from fp8stack.common.terminal import warn
 from fp8stack.data.tokenizer import NAMED
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
@@ -158,8 +160,6 @@ class RunConfig(BaseModel):
     """CPU threads for torch, at most the number of cores; by default torch's choice."""
     deterministic: bool | None = None
     """GPUs and compiled code: reproducible operations, which are slower. Default on CPUs."""
-    save_fp8: bool = False
-    """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Several ranks: DDP, with a complete model on each rank, or FSDP2, which shards the model."""
     rank_timeout: Annotated[float, Field(ge=1)] = 600.0
@@ -203,12 +203,12 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_debug_steps(cls, table: Any) -> Any:
-        """The keys without `debug_steps`, which runs of earlier versions saved and which changed no
-        number. A user's is refused by `_require_run_keys`."""
-        if isinstance(table, dict) and "debug_steps" in table:
-            return {key: value for key, value in table.items() if key != "debug_steps"}
-        return table
+    def _without_removed_keys(cls, table: object) -> object:
+        if not isinstance(table, dict):
+            return table
+        for key in sorted(REMOVED_KEYS.keys() & table.keys()):
+            _tell_removed(key, table[key] == REMOVED_KEYS[key][0])
+        return {key: value for key, value in table.items() if key not in REMOVED_KEYS}
 
     @field_validator("phases", mode="before")
     @classmethod
@@ -264,12 +264,26 @@ class RunConfig(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
+REMOVED_KEYS: dict[str, tuple[Any, str]] = {
+    "save_fp8": (False, "--activation-checkpointing selective saves more memory"),
+    "debug_steps": (0, "metrics.jsonl has the values of each step with log_every = 1"),
+}
+"""Keys that earlier runs have, with their default and what serves instead. They change no number
+of a run, so they are ignored."""
+
+
+@lru_cache(maxsize=64)
+def _tell_removed(key: str, is_default: bool) -> None:
+    instead = "" if is_default else f": {REMOVED_KEYS[key][1]}"
+    warn(f"{key} no longer exists and is ignored{instead}.")
+
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """Keys that start an experiment tracker."""
 FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
-        *("device", "deterministic", "out", "steps", "workers", "save_fp8", "compile"),
+        *("device", "deterministic", "out", "steps", "workers", "compile"),
         *("accumulate", "worker_timeout"),
         *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
@@ -461,16 +475,11 @@ def for_ranks(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = None) -> None:
-    """Check that `table`, from `file`, has no key of a model or a recipe, and no `debug_steps`.
+    """Check that `table`, from `file`, has no key of a model or a recipe.
 
     Raises:
         UserError: it has one. The message says where the key belongs.
     """
-    if table.get("debug_steps"):
-        raise UserError(
-            f"{where}: debug_steps is gone, with debug.jsonl. Leave it out: metrics.jsonl has the "
-            "loss, norm and loss scale of each step with log_every = 1."
-        )
     for key in table:
         owner = owner_of(key)
         if owner in (None, "run"):

@@ -81,7 +81,6 @@ class RunKeys(TypedDict, total=False):
     worker_timeout: float
     threads: int | None
     deterministic: bool | None
-    save_fp8: bool
     parallel: Literal["ddp", "fsdp"]
     rank_timeout: float
     activation_checkpointing: Literal["none", "selective", "block"]

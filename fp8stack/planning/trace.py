@@ -74,7 +74,6 @@ def trace(
     sequences: int,
     context: int,
     *,
-    save_fp8: bool = False,
     gathers: bool = False,
     blocks: tuple[int, ...] | None = None,
     backward: bool = False,
@@ -86,7 +85,6 @@ def trace(
         plan: a plan with its layers.
         sequences: per micro-batch.
         context: tokens per sequence.
-        save_fp8: see `build_backend`.
         gathers: whether each pass gathers weights from the ranks (FSDP2).
         blocks: the indices of the plan's blocks to run, in order; None: the first of each kind.
         backward: whether to run the backward pass too, with attention in one kernel and the loss in
@@ -105,9 +103,7 @@ def trace(
     elif rows > chunk:
         chunk = -(-rows // 256) * 128  # two chunks save as much as many
     try:
-        return _traced(
-            config, traced, kinds, sequences, context, save_fp8, gathers, backward, chunk
-        )
+        return _traced(config, traced, kinds, sequences, context, gathers, backward, chunk)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
@@ -125,7 +121,6 @@ def _traced(
     kinds: tuple[tuple[int, ...], ...],
     sequences: int,
     context: int,
-    save_fp8: bool,
     gathers: bool,
     backward: bool,
     chunk: int,
@@ -138,7 +133,7 @@ def _traced(
     small = config.model_copy(update=changes)
     composed = not backward and meta.composes_attention(config, plan)
     with meta.without_memory(plan):
-        model = gpt.GPT(small, meta.backend_of(blocks_plan, save_fp8=save_fp8), seed=None)
+        model = gpt.GPT(small, meta.backend_of(blocks_plan), seed=None)
         model.loss.chunk_rows = chunk
         if gathers:
             meta.gather_weights(model, model.backend)

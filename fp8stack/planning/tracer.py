@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8stack.layers.activation_checkpoint import GEMMS, policy
-from fp8stack.layers.grouped import QuantizedGroupedLinear
-from fp8stack.layers.linear import QuantizedLinear
+from fp8stack.layers.linear import QuantizedLayer
 from fp8stack.model import gpt
 from fp8stack.planning import meta
 from fp8stack.planning.steps import TensorNames, TracedStep, step_of
@@ -190,8 +189,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _caches(self) -> Iterator[tuple[nn.Module, Any]]:
         """Yield the layers with cached quantized weights, and the copies."""
         for layer in self._model.modules():
-            if isinstance(layer, QuantizedLinear | QuantizedGroupedLinear):
-                cached = getattr(layer.quantizers["weight"], "cached", None)
+            if isinstance(layer, QuantizedLayer):
+                cached = getattr(layer.quantizers["weight"], "cached_weight", None)
                 if cached is not None:
                     yield layer, cached.copies
 

@@ -79,7 +79,6 @@ class Footprint:
                 optimizer=self.config.optimizer,
                 momentum=self.config.momentum,
                 checkpointing=kind,
-                save_fp8=self.config.save_fp8,
                 ranks=self.ranks,
                 parallel=self.config.parallel,
             )

@@ -10,7 +10,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.layers.kernels.variants import has_kernel
-from fp8stack.layers.kernels.weight_casts import KeptWeights
+from fp8stack.layers.kernels.weight_casts import BatchedCast
 from tests.gpu.machine import CONTEXT, no_waiting
 from tests.layers.kernels import test_fused_casts, test_nvfp4
 from tests.layers.kernels import test_weight_casts as test_weights
@@ -45,7 +45,7 @@ def test_the_copies_of_many_weights_are_numpys_to_the_bit() -> None:
 def test_a_cuda_graph_casts_many_weights_again() -> None:
     x, scales = torch.randn(256, 384, device=DEVICE), torch.ones(3, device=DEVICE)
     weights, amaxes = (
-        KeptWeights([x], Quantizer(amax="delayed"), [1]),
+        BatchedCast([x], Quantizer(amax="delayed"), [1]),
         torch.zeros(3, device=DEVICE),
     )
     weights.cast(scales, amaxes)  # compiles

@@ -32,16 +32,14 @@ LLAMA = {
 }  # fmt: skip
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 WAYS = [
-    *((recipe, "reference", False) for recipe in ("fp32", "bf16", "fp16")),
-    *((recipe, "emulate", save) for recipe in ("delayed", "current", "block", "mxfp8")
-      for save in (False, True)),
-    ("rowwise", "emulate", False),
-    *((recipe, "torch", False) for recipe in ("delayed", "current", "rowwise")),
-]  # fmt: skip
+    *((recipe, "reference") for recipe in ("fp32", "bf16", "fp16")),
+    *((recipe, "emulate") for recipe in ("delayed", "current", "block", "mxfp8", "rowwise")),
+    *((recipe, "torch") for recipe in ("delayed", "current", "rowwise")),
+]
 
 
 SHAPES: dict[str, dict[str, Any]] = {"gpt": {}, "dropout": {"dropout": 0.2}, "llama": LLAMA}
-FEW = [("fp32", "reference", False), ("delayed", "emulate", True), ("delayed", "torch", False)]
+FEW = [("fp32", "reference"), ("delayed", "emulate"), ("delayed", "torch")]
 # Most with dropout, which is where running again is hardest; the others are slow.
 CASES = [
     case(*way, shape, quick=way in (FEW if shape == "dropout" else FEW[1:2]))
@@ -50,13 +48,11 @@ CASES = [
 ]
 
 
-def gpt(
-    recipe: str, backend: str, save_fp8: bool = False, recompute: Recompute = "none", **more: Any
-) -> GPT:
+def gpt(recipe: str, backend: str, recompute: Recompute = "none", **more: Any) -> GPT:
     config = load_config("gpt-nano", TINY | more)
     plan = plan_for(config, recipe, Hardware("cpu"), backend)
     assert plan.recipe.name == recipe
-    model = GPT(config, build_backend(plan, save_fp8=save_fp8))
+    model = GPT(config, build_backend(plan))
     model.recompute = recompute
     return model
 
@@ -85,21 +81,21 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(tensor, reference)
 
 
-@pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
+@pytest.mark.parametrize(("recipe", "backend", "shape"), CASES)
 def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
-    recipe: str, backend: str, save_fp8: bool, shape: str
+    recipe: str, backend: str, shape: str
 ) -> None:
     more = SHAPES[shape]
-    expected = trained(gpt(recipe, backend, save_fp8, **more))
+    expected = trained(gpt(recipe, backend, **more))
     for mode in ("selective", "block"):
-        assert_same(trained(gpt(recipe, backend, save_fp8, mode, **more)), expected)
+        assert_same(trained(gpt(recipe, backend, mode, **more)), expected)
 
 
-@pytest.mark.parametrize(("recipe", "backend", "save_fp8"), WAYS)
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
 def test_selective_keeps_less_than_none_and_block_less_than_selective(
-    recipe: str, backend: str, save_fp8: bool
+    recipe: str, backend: str
 ) -> None:
-    model = gpt(recipe, backend, save_fp8, layers=1, dropout=0.2)
+    model = gpt(recipe, backend, layers=1, dropout=0.2)
     tokens = torch.zeros(2, 33, dtype=torch.int64)
     sizes = {}
     for mode in MODES:

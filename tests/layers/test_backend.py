@@ -26,7 +26,6 @@ from tests.support.backend_models import (
     grad,
     gradients,
     linear,
-    saved_tensors,
     tokens,
 )
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
@@ -149,39 +148,6 @@ def test_padded_rows_give_the_numbers_of_rows_of_zeros(recipe, backend):
 
     for tensor, padded_tensor in zip(results(0), results(padded_rows - rows), strict=True):
         assert torch.equal(tensor, padded_tensor)
-
-
-# Tensors saved for the backward pass
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_memory(recipe):
-    x, dy = normal(2, 80, 160, seed=1), normal(2, 80, 130, seed=2)
-    results, sizes, dtypes = [], [], []
-    for save_fp8 in (False, True):
-        layer, _ = linear(recipe, 160, 130, save_fp8=save_fp8)
-        with saved_tensors() as saved:
-            results.append(run(layer, x, dy))
-        sizes.append(sum(t.numel() * t.element_size() for t in saved))
-        dtypes.append({t.dtype for t in saved if t.numel() > 1000})
-    for plain, packed in zip(*results, strict=True):
-        assert torch.equal(plain, packed)
-    assert dtypes == [{torch.float32}, {torch.float8_e4m3fn}]
-    assert sizes[0] / 4 <= sizes[1] < sizes[0] / 3.7
-
-
-@pytest.mark.parametrize(
-    "changes", [{"weight": {"dgrad": {"margin": 2}}}, {"input": {"wgrad": {"format": "e5m2"}}}]
-)
-def test_scales_of_column_copies_alone_follow_amaxes_of_saved_bytes_too(changes):
-    x, dy = normal(80, 160, seed=1), 1e-3 * normal(80, 130, seed=2)
-    results = []
-    for save_fp8 in (False, True):
-        layer, _ = linear("delayed", 160, 130, save_fp8=save_fp8, **changes)
-        steps = [run(layer, 1e-2 * x, dy) for _ in range(3)]
-        results.append([*(tensor for step in steps for tensor in step), *fp8_state(layer).values()])
-    for plain, packed in zip(*results, strict=True):
-        assert torch.equal(plain, packed)
 
 
 # Counting, and what is left out

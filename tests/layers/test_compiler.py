@@ -203,19 +203,6 @@ def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
 
 
 @pytest.mark.slow
-def test_save_fp8_compiles():
-    losses = []
-    for compiled in (False, True):
-        config = GPTConfig(**SHAPE, layers=1)
-        backend = build_backend(plan_for(config, "mxfp8", CPU, "emulate"), save_fp8=True)
-        model = GPT(config, backend)
-        if compiled:
-            model.compile_blocks(backend="aot_eager")
-        losses.append(train(model, 2))
-    assert losses[0] == pytest.approx(losses[1])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [

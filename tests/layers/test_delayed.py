@@ -395,16 +395,15 @@ def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
 
 
 @pytest.mark.parametrize(
-    ("use_reentrant", "recipe", "backend", "save_fp8"),
+    ("use_reentrant", "recipe", "backend"),
     [
-        *((again, *way, False) for again in (False, True) for way in DELAYED),
-        *(case(False, *way, False, quick=False) for way in WAYS if way not in DELAYED),
-        case(True, "current", "te", False, quick=False),
-        *((again, "delayed", "emulate", True) for again in (False, True)),
+        *((again, *way) for again in (False, True) for way in DELAYED),
+        *(case(False, *way, quick=False) for way in WAYS if way not in DELAYED),
+        case(True, "current", "te", quick=False),
     ],
 )
-def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant, recipe, backend, save_fp8):
-    plain, frugal = (gpt(recipe, backend, save_fp8=save_fp8) for _ in range(2))
+def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant, recipe, backend):
+    plain, frugal = (gpt(recipe, backend) for _ in range(2))
     checkpointed(frugal, use_reentrant)
     for step in range(2):
         for micro_batch in range(2):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers import build_backend, fp8_state, fused_mlp
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.fused_casts import Product
@@ -46,16 +46,16 @@ class Fusing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.count = False, 0
-        fused = torch_backend.TorchBackend._fused_mlp
+        fused = fused_mlp.fused_mlp
 
         def counted(backend: Any, x: Tensor, mlp: Any) -> Tensor:
             if not torch.compiler.is_compiling():
                 self.count += 1
             return fused(backend, x, mlp)
 
-        monkeypatch.setattr(torch_backend, "has_kernel", lambda device: self.on)
-        monkeypatch.setattr(torch_backend, "_is_plain", lambda weight: False)
-        monkeypatch.setattr(torch_backend.TorchBackend, "_fused_mlp", counted)
+        for module in (fused_mlp, torch_backend):
+            monkeypatch.setattr(module, "has_kernel", lambda device: self.on)
+        monkeypatch.setattr(torch_backend, "fused_mlp", counted)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from fp8stack.layers import build_backend
 from fp8stack.layers.fsdp import ShardedWeight, tensors_of
 from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8, share_amaxes
 from fp8stack.layers.linear import Call
-from fp8stack.layers.scaled_operands import ScaledOperand
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.layers.test_fsdp import Mesh
@@ -71,7 +70,7 @@ def test_shards_give_the_bytes_and_scales_of_the_full_weight(recipe, ranks):
     operand = layer.quantizers["weight"]
     assert is_gathered_in_fp8(operand, OUT, ranks)
     tensors = gathered(layer, weight, ranks)
-    expected = backend.copies(weight, operand, True, CALL)
+    expected = operand.cast(weight, True, CALL)
     alone = backend.gathered_copies(tensors, operand, False)
     assert alone[1] is None
     for copy, full in zip(backend.gathered_copies(tensors, operand, True), expected, strict=True):
@@ -113,7 +112,7 @@ def test_a_block_must_not_span_two_ranks(recipe, rows, ranks, in_fp8):
 def test_a_weight_of_two_quantizers_is_gathered_in_float32():
     operand = layer_of("rowwise_wgrad_hp")[1].quantizers["weight"]
     gathers = is_gathered_in_fp8(operand, OUT, 2)
-    assert gathers is isinstance(operand, ScaledOperand)
+    assert gathers is (operand.joint_cast is not None)
     stochastic = layer_of("current")[1].quantizers["weight"]
     stochastic.stochastic = True
     assert not is_gathered_in_fp8(stochastic, OUT, 2)

@@ -23,6 +23,7 @@ from fp8stack.model.convert import convert
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.optim.optimizer import build_optimizer
 from tests.support.backend_models import RECIPES, gpt, linear, tokens
+from tests.support.grouped_models import IN, Grouped
 
 
 class Weights(TorchFunctionMode):
@@ -177,21 +178,62 @@ def test_the_forward_pass_of_a_linear_is_at_most_25_calls_in_5_files(backend, mo
     assert len({file for file, _ in forward}) <= 5, forward
 
 
+@pytest.mark.parametrize("groups", [4, 64])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "rowwise"])
+def test_the_forward_pass_of_groups_is_at_most_40_calls_and_2_for_each_group(
+    recipe, groups
+) -> None:
+    model = Grouped(recipe, groups=groups)
+    x, offs = torch.randn(8 * groups, IN), torch.arange(8, 8 * groups + 1, 8, dtype=torch.int32)
+    forward: list[list[tuple[str, str]]] = []
+    run = model.up.forward
+
+    def recorded(*arguments: Tensor) -> Tensor:
+        with calls() as called:
+            y = run(*arguments)
+        forward.append(called)
+        return y
+
+    model.up.forward = recorded
+    for _ in range(2):
+        model(x.requires_grad_(), offs).sum().backward()
+    assert len(forward[1]) <= 40 + 2 * groups, forward[1]
+
+
+def missing_calls(heading: str, elsewhere: set[str], called: list[tuple[str, str]]) -> list[str]:
+    """The calls that the numbered list below a heading of the page names and that were not made, in
+    their order; without those that are made `elsewhere`."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    steps = re.findall(r"^(?:\d\. | {3}).*$", section, re.MULTILINE)
+    names = re.findall(r"`([\w.]+)`", "\n".join(steps))
+    expected = [name for name in names if name not in elsewhere]
+    assert len(expected) > 7
+    for file, name in called:
+        method = "matmul" if name in MATMULS else name.rpartition(".")[2]
+        if expected and expected[0] in (name, method, f"{file.removesuffix('.py')}.{name}"):
+            expected.pop(0)
+    return expected
+
+
+MATMULS = ("emulated_matmul", "TorchBackend.matmul")
+
+
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
 def test_the_architecture_page_names_the_calls_of_a_linear_in_their_order(
     backend, monkeypatch
 ) -> None:
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    steps = page.partition("\n## One linear\n")[2].partition("\n## ")[0]
-    names = re.findall(r"`([\w.]+)`", steps[steps.index("1. ") : steps.index("`TELinear`")])
     elsewhere = {"emulate", "torch", "fused_casts.cast_product"}  # the last one on a GPU
-    if backend == "torch":
-        elsewhere |= {"Rounding.round", "fused.round"}
-    expected = [name for name in names if name not in elsewhere]
-    assert len(expected) > 10
+    in_torch = {"scaled_copies", "cast_scaled"}
+    elsewhere |= {"Rounding.round", "fused.round"} if backend == "torch" else in_torch
     forward, backward = second_pass(backend, monkeypatch)
-    for file, name in (*forward, *backward):
-        method = "matmul" if name == "scaled_gemm" else name.rpartition(".")[2]
-        if expected and expected[0] in (name, method, f"{file.removesuffix('.py')}.{name}"):
-            expected.pop(0)
-    assert expected == []
+    assert missing_calls("One linear", elsewhere, [*forward, *backward]) == []
+
+
+def test_the_architecture_page_names_the_calls_of_groups_in_their_order() -> None:
+    model = Grouped("delayed")
+    x, offs = torch.randn(32, IN, requires_grad=True), torch.tensor([8, 8, 20, 32]).int()
+    model(x, offs).sum().backward()
+    with calls() as called, torch.autograd.set_multithreading_enabled(False):
+        model(x, offs).sum().backward()
+    assert missing_calls("Groups of rows", {"grouped_mm", "numerics"}, called) == []

@@ -32,25 +32,29 @@ def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("save_fp8", [False, True])
 @pytest.mark.parametrize("recipe", LOW)
 def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere_else(
-    recipe, save_fp8
+    recipe,
 ):
     x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
     x[5, 7] = torch.nan
-    y, dx, dw = run(recipe, x, dy, save_fp8=save_fp8)
+    y, dx, dw = run(recipe, x, dy)
     assert y[5].isnan().all()
     assert dw[:, 7].isnan().all()
-    # Packed in a format without NaN, a whole operand is NaN.
-    assert save_fp8 or y.isnan().sum() == dw.isnan().sum() == 64
+    assert y.isnan().sum() == dw.isnan().sum() == 64
     assert not dx.isnan().any()
     x[5, 7], dy[3, 4] = 0, torch.nan
-    y, dx, dw = run(recipe, x, dy, save_fp8=save_fp8)
+    y, dx, dw = run(recipe, x, dy)
     assert not y.isnan().any()
     assert dx[3].isnan().all()
     assert dw[4].isnan().all()
-    assert save_fp8 or dx.isnan().sum() == dw.isnan().sum() == 32
+    assert dx.isnan().sum() == dw.isnan().sum() == 32
+
+
+def emulated_gemm(a, b, factors, bias, in_bf16):
+    """The operator, on matrices whose factors are those of both or of the first one."""
+    matrices = a, b, None, "neither", 1, *[*factors, None, None][:2], False, bias, in_bf16
+    return torch.ops.fp8stack.emulated_gemm(*matrices, torch.float32)
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(7)])
@@ -58,7 +62,7 @@ def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere
 def test_a_gemm_is_multiplied_by_scales_that_are_not_finite(scales, bias):
     """MKL's GEMM for CPUs without AVX-512 takes a NaN in its alpha for 1."""
     a, b = normal(5, 8, seed=1), normal(8, 7, seed=2)
-    y = torch.ops.fp8stack.cpu_gemm(a, b, "", [torch.tensor(s) for s in scales], bias, False)
+    y = emulated_gemm(a, b, [torch.tensor(scale) for scale in scales], bias, in_bf16=False)
     alpha = torch.tensor(scales, dtype=torch.float64).prod().float()
     expected = (a @ b) * alpha + (0 if bias is None else bias)
     torch.testing.assert_close(y, expected, equal_nan=True)
@@ -75,7 +79,7 @@ def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
     a, b = torch.ones(5, 8), torch.ones(8, 7)
     a[1, 2], b[3, 4] = torch.nan, torch.inf
     factors = [torch.tensor(scale) for scale in scales]
-    y = torch.ops.fp8stack.cpu_gemm(a, b, "", factors, bias, in_bf16)
+    y = emulated_gemm(a, b, factors, bias, in_bf16)
     expected = a @ b
     for scale in sorted(factors, reverse=True):
         expected = expected * scale
@@ -85,27 +89,22 @@ def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
 
 
 COMPILED = [
-    case("current", "aot_eager", False, quick=True),
-    case("nvfp4", "aot_eager", False, quick=False),
-    *(
-        case(recipe, "inductor", save_fp8, quick=False)
-        for recipe in LOW
-        for save_fp8 in (False, True)
-    ),
+    case("current", "aot_eager", quick=True),
+    case("nvfp4", "aot_eager", quick=False),
+    *(case(recipe, "inductor", quick=False) for recipe in LOW),
 ]
 
 
-@pytest.mark.parametrize("save_fp8", [False, True])
 @pytest.mark.parametrize("recipe", LOW)
-def test_nothing_hides_a_nan_in_any_pair_of_operands(recipe, save_fp8):
-    layer, _ = linear(recipe, 32, 48, bias=False, save_fp8=save_fp8)
+def test_nothing_hides_a_nan_in_any_pair_of_operands(recipe):
+    layer, _ = linear(recipe, 32, 48, bias=False)
     assert hidden(layer, 40) == []
 
 
-@pytest.mark.parametrize(("recipe", "mode", "save_fp8"), COMPILED)
-def test_nothing_hides_a_nan_in_compiled_code(recipe, mode, save_fp8):
+@pytest.mark.parametrize(("recipe", "mode"), COMPILED)
+def test_nothing_hides_a_nan_in_compiled_code(recipe, mode):
     torch._dynamo.reset()
-    layer, _ = linear(recipe, 32, 48, bias=False, save_fp8=save_fp8)
+    layer, _ = linear(recipe, 32, 48, bias=False)
     assert hidden(layer, 40, torch.compile(layer, backend=mode, fullgraph=True)) == []
 
 
@@ -116,20 +115,10 @@ def test_the_gradients_of_a_loss_that_is_nan_are_nan(recipe):
     assert layer.weight.grad.isnan().all()
 
 
-@pytest.mark.parametrize("save_fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", LOW)
-def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(recipe, dtype, save_fp8):
-    assert odd_shapes(lambda: linear(recipe, 32, 48, save_fp8=save_fp8)[0], dtype) == []
-
-
-@pytest.mark.parametrize("rows", [48, 41])
-@pytest.mark.parametrize("recipe", LOW)
-def test_packed_operands_give_the_gradients_of_those_in_float32(recipe, rows):
-    x, dy = normal(rows, 36, seed=1), normal(rows, 20, seed=2)
-    unpacked, packed = (run(recipe, x, dy, save_fp8=save) for save in (False, True))
-    for tensor, packed_tensor in zip(unpacked, packed, strict=True):
-        torch.testing.assert_close(tensor, packed_tensor, rtol=1e-6, atol=1e-6)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(recipe, dtype):
+    assert odd_shapes(lambda: linear(recipe, 32, 48)[0], dtype) == []
 
 
 def test_gradients_are_rounded_anew_in_every_backward_pass_and_the_same_after_loading():
@@ -210,10 +199,10 @@ def forward_oracle(layer, x, dy):
     return y, dx, values(dy, "grad_output", 0).t() @ values(x, "input", 0)
 
 
-def forward_case(recipe, changes, save_fp8, transposed, shape=(40, 64, 48), mode=None):
+def forward_case(recipe, changes, transposed, shape=(40, 64, 48), mode=None):
     """The output and gradients of a layer, and of `forward_oracle`."""
     rows, inputs, outputs = shape
-    layer, _ = linear(recipe, inputs, outputs, bias=False, save_fp8=save_fp8, **changes)
+    layer, _ = linear(recipe, inputs, outputs, bias=False, **changes)
     weight = uneven(outputs, inputs, seed=1)
     layer.transposed = transposed
     layer.weight = torch.nn.Parameter(weight.t().contiguous() if transposed else weight)
@@ -228,17 +217,15 @@ def forward_case(recipe, changes, save_fp8, transposed, shape=(40, 64, 48), mode
 
 @pytest.mark.parametrize("shape", [(40, 64, 48), (64, 64, 64), (1, 64, 32)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("save_fp8", [False, True])
 @pytest.mark.parametrize(("recipe", "changes"), FORWARD, ids=str)
 def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_had(
-    recipe, changes, save_fp8, transposed, shape
+    recipe, changes, transposed, shape
 ):
     """Scales of rows differ along what these GEMMs reduce over."""
-    results, expected = forward_case(recipe, changes, save_fp8, transposed, shape)
+    results, expected = forward_case(recipe, changes, transposed, shape)
     assert_all_close(results, expected, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("save_fp8", [False, True])
 @pytest.mark.parametrize(
     ("recipe", "mode"),
     [
@@ -246,10 +233,10 @@ def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_
         *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in DEQUANTIZED),
     ],
 )
-def test_compiled_it_multiplies_the_same(recipe, mode, save_fp8):
+def test_compiled_it_multiplies_the_same(recipe, mode):
     torch._dynamo.reset()
     changes = {"backward": "dequantized"}
-    results, expected = forward_case(recipe, changes, save_fp8, False, mode=mode)
+    results, expected = forward_case(recipe, changes, False, mode=mode)
     assert_all_close(results, expected, tolerance=1e-6)
 
 
@@ -297,12 +284,11 @@ def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambi
     matmul = cast(Any, torch.backends.mkldnn).matmul
     torch.set_float32_matmul_precision(ambient)
     before = matmul.fp32_precision
-    emulate._gemm(normal(16, 16, seed=1), normal(16, 16, seed=2), "b", [], None, in_bf16)
+    emulated_gemm(normal(16, 16, seed=1), normal(16, 16, seed=2), [], None, in_bf16)
     assert matmul.fp32_precision == before
     assert torch.get_float32_matmul_precision() == ambient
 
 
-@pytest.mark.parametrize("save_fp8", [False, True])
 @pytest.mark.parametrize(
     ("recipe", "changes", "in_bf16"),
     [
@@ -318,7 +304,7 @@ def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambi
     ],
 )
 def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(
-    monkeypatch, recipe, changes, in_bf16, save_fp8
+    monkeypatch, recipe, changes, in_bf16
 ):
     products, matmul, product = [], cast(Any, torch.backends.mkldnn).matmul, emulate._product
 
@@ -328,7 +314,7 @@ def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(
         return product(a, b, *arguments)
 
     monkeypatch.setattr(emulate, "_product", noted)
-    layer, _ = linear(recipe, 64, 128, bias=False, save_fp8=save_fp8, **changes)
+    layer, _ = linear(recipe, 64, 128, bias=False, **changes)
     before = matmul.fp32_precision
     layer(normal(32, 64, seed=1).requires_grad_()).backward(normal(32, 128, seed=2))
     assert matmul.fp32_precision == before

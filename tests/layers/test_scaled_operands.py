@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers import build_backend, fp8_state, fused_mlp
 from fp8stack.layers import torch as torch_backend
-from fp8stack.layers.emulate import Emulated, Form
+from fp8stack.layers.emulate import Emulated, Layout
 from fp8stack.layers.kernels.scaled_gemm import Scaled
+from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision import Hardware
 from tests.support.backend_models import CPU, gpt, linear, planned, same, saved_tensors, train
 from tests.support.cases import case
@@ -62,7 +63,7 @@ def values_of(copy: Any) -> Tensor:
     factor = 1.0 if copy.factor is None else copy.factor.double()
     if isinstance(factor, Tensor) and factor.ndim:
         factor = factor[:, None]
-    return (values.t() if copy.form.transposed else values) * factor
+    return (values.t() if copy.layout.transposed else values) * factor
 
 
 def multiplied(layer: Any, x: Tensor, dy: Tensor) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
@@ -179,13 +180,13 @@ def test_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step(cuda_gem
         for backend in ("torch", "emulate")
     )
     casts = []
-    copies = torch_backend.TorchBackend.copies
+    copies = torch_backend.scaled_copies
 
-    def counted(self, x, quantizers, *arguments):
-        casts.append(quantizers.name)
-        return copies(self, x, quantizers, *arguments)
+    def counted(x, operand, *arguments):
+        casts.append(operand.name)
+        return copies(x, operand, *arguments)
 
-    monkeypatch.setattr(torch_backend.TorchBackend, "copies", counted)
+    monkeypatch.setattr(torch_backend, "scaled_copies", counted)
     losses = [train(model, range(2), accumulate=2) for model in (by_torch, emulated)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
     assert same(fp8_state(by_torch), fp8_state(emulated))
@@ -200,12 +201,12 @@ def test_the_plain_gemm_is_one_of_bfloat16_throughout():
         False: (a, b),
         True: (a.t().contiguous(), b.t().contiguous()),
     }
-    backend = torch_backend.TorchBackend(planned("current", "torch", CPU))
+    backend = TorchBackend(planned("current", "torch", CPU))
     for turned_a, turned_b in ((False, False), (False, True), (True, True)):
         first, second = matrices[turned_a][0].bfloat16(), matrices[turned_b][1].bfloat16()
         copies = (
-            Emulated(first, None, Form(turned_a, False)),
-            Emulated(second, None, Form(turned_b, False)),
+            Emulated(first, None, Layout(turned_a, False)),
+            Emulated(second, None, Layout(turned_b, False)),
         )
         for added in (None, bias):
             y = backend.matmul(*copies, torch.bfloat16, bias=added)
@@ -216,5 +217,5 @@ def test_the_plain_gemm_is_one_of_bfloat16_throughout():
 def test_only_operands_whose_copies_one_cast_makes_are_fused_with_an_activation():
     plan = planned("current", "torch", CPU, layers=[{"match": "b", "recipe": "rowwise_wgrad_hp"}])
     backend = build_backend(plan.for_layers({"a": (32, 32), "b": (32, 32)}))
-    takes = [torch_backend._takes_products(backend.linear(name, 32, 32, False)) for name in "ab"]
+    takes = [fused_mlp._takes_products(backend.linear(name, 32, 32, False)) for name in "ab"]
     assert takes == [True, False]

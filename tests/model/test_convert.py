@@ -29,7 +29,7 @@ from fp8stack import (
     load_recipe,
     resolve,
 )
-from fp8stack.layers.torch import TorchBackend
+from fp8stack.layers import torch as torch_backend
 from fp8stack.precision import Plan
 from tests.support.backend_models import (
     CPU,
@@ -930,13 +930,13 @@ def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
 def test_micro_batches_share_the_quantized_weights_of_a_converted_model(recipe, monkeypatch):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     convert(model, resolve(recipe, CPU, "torch"))
-    casts, quantize = [], TorchBackend.quantize
+    casts, copies = [], torch_backend.scaled_copies
 
-    def counted(self: Any, x: Any, quantizers: Any, *arguments: Any) -> Any:
-        casts.append(quantizers.name)
-        return quantize(self, x, quantizers, *arguments)
+    def counted(x: Any, operand: Any, *arguments: Any) -> Any:
+        casts.append(operand.name)
+        return copies(x, operand, *arguments)
 
-    monkeypatch.setattr(TorchBackend, "quantize", counted)
+    monkeypatch.setattr(torch_backend, "scaled_copies", counted)
     for _ in range(3):
         model(torch.ones(32, 64)).sum().backward()
     assert casts.count("input") == 6

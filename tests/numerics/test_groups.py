@@ -8,7 +8,7 @@ import torch
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
 from fp8stack.numerics import fused
-from fp8stack.numerics.groups import GroupRounding, spans, split_groups
+from fp8stack.numerics.groups import round_groups, sizes_of, split_groups
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding import rounding, rounding_of_both
 from tests.support.backend_models import normal
@@ -28,15 +28,14 @@ QUANTIZERS = {
 }
 
 
-def test_spans_begin_at_multiples() -> None:
-    assert spans(ENDS, 39) == [(0, 5), (5, 5), (5, 38), (38, 39)]
-    assert spans(ENDS, 39, 16) == [(0, 5), (16, 16), (16, 49), (64, 65)]
+def test_sizes_are_the_differences_of_the_ends() -> None:
+    assert sizes_of(ENDS, 39).tolist() == SIZES
 
 
 @pytest.mark.parametrize("ends", [[4, 3, 5], [-1, 2, 5], [1, 2, 4], [1, 2, 6]])
 def test_ends_of_other_rows_are_refused_by_their_numbers(ends) -> None:
     with pytest.raises(UserError, match="for 5 rows") as refused:
-        spans(torch.tensor(ends, dtype=torch.int32), 5)
+        sizes_of(torch.tensor(ends, dtype=torch.int32), 5)
     assert ", ".join(map(str, ends)) in str(refused.value)
 
 
@@ -48,15 +47,14 @@ def test_each_group_is_rounded_by_itself(
     quantizer, dim, stacked, in_torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_torch:
-        monkeypatch.setattr(fused, "implementation", lambda x: None)
+        monkeypatch.setattr(fused, "rounds_groups", lambda x: False)
     rule = rounding(quantizer, [dim])
     x = normal(4, 20, 40) if stacked else normal(39, 40)
     ends = None if stacked else ENDS
     counter, streams = torch.tensor(3), torch.tensor([7, 8, 9, 10])
     bits = RandomBits(1, streams, counter) if quantizer.stochastic else None
-    groups = GroupRounding(rule)
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0]) if quantizer.delayed else None
-    [copy], amaxes = groups.round(x, ends, bits, scale, amaxes=quantizer.delayed)
+    [copy], amaxes = round_groups(rule, x, ends, bits, scale, amaxes=quantizer.delayed)
     start = 0
     for place, group in enumerate(split_groups(x, ends)):
         drawn = RandomBits(1, 7 + place, counter) if quantizer.stochastic else None
@@ -73,7 +71,7 @@ def test_each_group_is_rounded_by_itself(
             assert amaxes[place] == (group.abs().max() if group.numel() else 0)
         start = rows.stop
     padded = quantizer.hadamard and dim == 0 and not stacked
-    assert groups.multiple == (16 if quantizer.hadamard and dim == 0 else 1)
+    assert rule.row_multiple == (16 if quantizer.hadamard and dim == 0 else 1)
     assert len(copy.values) == (4 if stacked else 39 + 60 if padded else 39)
 
 

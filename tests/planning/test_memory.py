@@ -51,37 +51,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"width": 96, "qk_norm": True, "activation": "gelu", "bias": False, "dropout": 0.1},
 }  # fmt: skip
 RUNS = [
-    ("fp32", "auto", False), ("bf16", "auto", False), ("fp16", "auto", False),
-    ("delayed", "emulate", False), ("delayed", "emulate", True), ("current", "emulate", True),
-    ("block", "emulate", False), ("block", "emulate", True), ("mxfp8", "emulate", False),
-    ("mxfp8", "emulate", True), ("delayed", "torch", False), ("current", "torch", False),
-    *[
-        (name, "emulate", save)
-        for name in (
-            "nvfp4", BACKWARD_HIGH, "nvfp4_forward_high", "mxfp4", "rowwise_wgrad_hp",
-        )
-        for save in (False, True)
-    ],
-    ("mxfp6_e3m2", "emulate", True), (NO_HADAMARD, "emulate", True),
-    ("rowwise_wgrad_hp", "torch", False),
-]  # fmt: skip
+    *((recipe, "auto") for recipe in ("fp32", "bf16", "fp16")),
+    *((recipe, "emulate") for recipe in ("delayed", "current", "block", "mxfp8", "mxfp6_e3m2")),
+    *((recipe, "emulate") for recipe in ("nvfp4", BACKWARD_HIGH, "nvfp4_forward_high", "mxfp4")),
+    *((recipe, "emulate") for recipe in ("rowwise_wgrad_hp", NO_HADAMARD)),
+    *((recipe, "torch") for recipe in ("delayed", "current", "rowwise_wgrad_hp")),
+]
 
 
 LOW_BIT = {"adamw8bit": "AdamW8bit", "adamwfp8": "AdamWFp8"}
 """torchao's optimizers, by our names."""
 
 
-def build(
-    shape: str, recipe: str, backend: str = "auto", save_fp8: bool = False, **keys: Any
-) -> tuple[GPT, Setting]:
+def build(shape: str, recipe: str, backend: str = "auto", **keys: Any) -> tuple[GPT, Setting]:
     """A tiny model, and the setting of a micro-batch of three sequences of 24 tokens."""
     overrides = keys.pop("recipe_overrides", {})
     sizes = {"vocabulary": 250, "context": 64, "layers": 2, "width": 128, "heads": 4}
     config = GPTConfig(**(sizes | SHAPES[shape]))
     plan = plan_for(config, load_recipe(recipe, overrides), CPU, backend)
-    model = GPT(config, build_backend(plan, save_fp8=save_fp8))
+    model = GPT(config, build_backend(plan))
     keys = {"sequences": 3, "context": 24} | keys
-    setting = Setting(config=config, plan=plan, save_fp8=save_fp8, **keys)
+    setting = Setting(config=config, plan=plan, **keys)
     model.recompute = setting.checkpointing
     return model, setting
 
@@ -111,13 +101,12 @@ def id_of(tensor: Tensor) -> int:
 
 
 # Runs that are not slow: a few in the shape with the most kinds of layers, two in every shape.
-IN_ALL_SHAPES = [("bf16", "auto", False), ("delayed", "emulate", True)]
+IN_ALL_SHAPES = [("bf16", "auto"), ("delayed", "emulate")]
 IN_ONE_SHAPE = [
     *IN_ALL_SHAPES,
-    ("fp32", "auto", False), ("current", "torch", False), ("block", "emulate", True),
-    ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
-    ("rowwise_wgrad_hp", "torch", False),
-]  # fmt: skip
+    *(("fp32", "auto"), ("current", "torch"), ("rowwise_wgrad_hp", "torch")),
+    *((recipe, "emulate") for recipe in ("block", "mxfp8", "nvfp4", "rowwise_wgrad_hp")),
+]
 CASES = [
     case(*run, shape, quick=run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES))
     for run in RUNS
@@ -125,9 +114,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
-def test_tensors_saved_for_backward_are_estimated_to_the_byte(shape, recipe, backend, save_fp8):
-    model, setting = build(shape, recipe, backend, save_fp8)
+@pytest.mark.parametrize(("recipe", "backend", "shape"), CASES)
+def test_tensors_saved_for_backward_are_estimated_to_the_byte(shape, recipe, backend):
+    model, setting = build(shape, recipe, backend)
     assert estimate(setting).saved == saved_bytes(model, setting)
 
 
@@ -307,7 +296,8 @@ def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     weights: list[Any] = [
         cached
         for module in model.modules()
-        if isinstance(module, QuantizedLinear) and (cached := module.quantizers["weight"].cached)
+        if isinstance(module, QuantizedLinear)
+        and (cached := module.quantizers["weight"].cached_weight)
     ]
     copies = [copy for weight in weights for copy in weight.copies]
     tensors = [x for copy in copies for x in (copy.data, copy.inv_scale)]

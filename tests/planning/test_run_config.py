@@ -8,6 +8,7 @@ import pytest
 
 from fp8stack.common import presets
 from fp8stack.model.config import load_config
+from fp8stack.planning import run_config
 from fp8stack.planning.run_config import RunConfig, for_ranks, parse_config, training_preset
 from tests.conftest import refusal
 
@@ -91,13 +92,12 @@ def test_a_models_own_preset_is_shown_and_saved_with_the_run(command, tmp_path, 
     assert "lr is 0.1 here and 0.5" in capsys.readouterr().err
 
 
-def test_debug_steps_of_a_saved_run_is_ignored_and_of_a_user_refused(tmp_path):
+def test_keys_that_are_gone_are_named_with_what_serves_instead_and_ignored(tmp_path, capsys):
     file = tmp_path / "run.toml"
-    file.write_text("steps = 3\ndebug_steps = 0\n")
+    file.write_text("steps = 3\ndebug_steps = 2\n")
+    run_config._tell_removed.cache_clear()
     assert parse_config(str(file), {}).steps == 3
-    assert RunConfig(**{"steps": 3, "debug_steps": 2}).steps == 3  # as in a checkpoint
-    message = "debug_steps is gone, with debug.jsonl. Leave it out: metrics.jsonl has"
-    assert message in refusal(parse_config, None, {"debug_steps": 2})
-    assert message in refusal(parse_config, None, {}, ["debug_steps=2"])
-    file.write_text("debug_steps = 2\n")
-    assert refusal(parse_config, str(file), {}).startswith(f"run file '{file}': {message}")
+    assert "debug_steps no longer exists and is ignored: metrics.jsonl" in capsys.readouterr().err
+    file.write_text("steps = 3\nsave_fp8 = false\n")
+    assert parse_config(str(file), {}).steps == 3
+    assert "save_fp8 no longer exists and is ignored." in capsys.readouterr().err

@@ -65,13 +65,12 @@ def linear(
     *,
     backend: str = "emulate",
     hardware: Hardware | None = None,
-    save_fp8: bool = False,
     **options: Any,
 ) -> tuple[Any, Backend]:
     """One layer called "layer", and its backend."""
     plan = planned(recipe, backend, hardware, **options)
     layer_plan = plan.for_layers({"layer": (inputs, outputs)})
-    layer_backend = build_backend(layer_plan, save_fp8=save_fp8)
+    layer_backend = build_backend(layer_plan)
     torch.manual_seed(0)
     layer = layer_backend.linear("layer", inputs, outputs, bias)
     layer_backend.attach(layer)
@@ -85,7 +84,6 @@ def gpt(
     *,
     hardware: Hardware | None = None,
     seed: int = 0,
-    save_fp8: bool = False,
     **options: Any,
 ) -> GPT:
     """A model of `TINY`, of another shape where `model` says so."""
@@ -93,7 +91,7 @@ def gpt(
     plan = planned(recipe, backend, hardware, **options)
     vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
     model_plan = plan.for_layers(config.linear_shapes(vocabulary))
-    return GPT(config, build_backend(model_plan, save_fp8=save_fp8), seed=seed)
+    return GPT(config, build_backend(model_plan), seed=seed)
 
 
 def tokens(seed: int = 1, rows: int = 2, length: int = 16) -> Tensor:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.layers.emulate import EmulateBackend
-from fp8stack.layers.grouped import QuantizedGroupedLinear
-from fp8stack.layers.grouped_emulation import GroupedEmulation
-from fp8stack.layers.linear import QuantizedLinear
-from fp8stack.layers.scaled_operands import MixedOperand
-from fp8stack.layers.torch import TorchBackend
+from fp8stack.layers import emulate
+from fp8stack.layers import torch as torch_backend
+from fp8stack.layers.emulate import EmulatedOperand
+from fp8stack.layers.linear import QuantizedLayer
+from fp8stack.layers.torch import TorchOperand
 
 SHORT = {
     torch.float32: "fp32",
@@ -50,7 +49,7 @@ class Recorder(TorchDispatchMode):
         self._paths_of_quantizers = {
             id(quantizers): path
             for path, module in model.named_modules()
-            if isinstance(module, (QuantizedLinear, QuantizedGroupedLinear))
+            if isinstance(module, QuantizedLayer)
             for quantizers in module.quantizers.values()
         }
         self._inside = 0  # the depth of operations that count as one, whatever they call
@@ -59,14 +58,13 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Watch until the end of the context."""
-        matmul = staticmethod(self._gemm(EmulateBackend.matmul))
+        matmul = self._gemm(emulate.emulated_matmul)
         with (
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
-            mock.patch.object(EmulateBackend, "matmul", matmul),
-            mock.patch.object(GroupedEmulation, "matmul", self._gemm(GroupedEmulation.matmul)),
-            mock.patch.object(EmulateBackend, "cast", self._quantize(EmulateBackend.cast)),
-            mock.patch.object(GroupedEmulation, "cast", self._quantize(GroupedEmulation.cast)),
-            mock.patch.object(TorchBackend, "copies", self._quantize(TorchBackend.copies)),
+            mock.patch.object(emulate, "emulated_matmul", matmul),
+            mock.patch.object(torch_backend, "emulated_matmul", matmul),
+            mock.patch.object(EmulatedOperand, "cast", self._quantize(EmulatedOperand.cast)),
+            mock.patch.object(TorchOperand, "cast", self._quantize(TorchOperand.cast)),
             self,
         ):
             yield
@@ -87,7 +85,7 @@ class Recorder(TorchDispatchMode):
     def _gemm(self, real: Any) -> Any:
         def gemm(*arguments: Any, **options: Any) -> Tensor:
             self._inside += 1
-            operands = tuple(_held(x.values) for x in arguments[-3:-1])
+            operands = tuple(_held(x.values) for x in arguments[:2])
             y: Tensor = real(*arguments, **options)
             self._inside -= 1
             if not self._inside:  # groups are multiplied one by one
@@ -97,24 +95,21 @@ class Recorder(TorchDispatchMode):
         return gemm
 
     def _quantize(self, real: Any) -> Any:
-        def quantize(this: Any, x: Tensor, quantizers: Any, *more: Any) -> Any:
+        def quantize(operand: Any, *arguments: Any) -> Any:
             self._inside += 1
-            copies = real(this, x, quantizers, *more)
-            if id(quantizers) not in self._paths_of_quantizers:  # of one copy of an operand
-                self._inside -= 1
+            copies = real(operand, *arguments)
+            self._inside -= 1
+            if self._inside:  # within a cast that counts
                 return copies
-            path, name = self._paths_of_quantizers[id(quantizers)], quantizers.name
-            ways: dict[str, Any] = {name: None, f"{name} across": None}
-            if not isinstance(quantizers, MixedOperand):
-                ways = {name: quantizers.along, f"{name} across": quantizers.across}
-                if quantizers.along == quantizers.across:  # one cast, however many copies
-                    del ways[f"{name} across"]
+            path, name = self._paths_of_quantizers[id(operand)], operand.name
+            ways = {name: operand.along, f"{name} across": operand.across}
+            if operand.along == operand.across:  # one cast, however many copies
+                del ways[f"{name} across"]
             for way, copy in zip(ways, copies, strict=False):
                 values = getattr(copy, "values", None)
                 is_quantized = copy is not None and (values is None or fp8_of(values) in FP8)
                 if is_quantized and ways[way] != "forward":
                     self.quantized[path, way, _pass()] += 1
-            self._inside -= 1
             return copies
 
         return quantize

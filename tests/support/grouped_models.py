@@ -25,7 +25,6 @@ class Grouped(nn.Module):
         bias: bool = True,
         groups: int = 4,
         *,
-        save_fp8: bool = False,
         size: tuple[int, int] = (IN, OUT),
         **options: Any,
     ) -> None:
@@ -33,7 +32,7 @@ class Grouped(nn.Module):
         name = options.pop("backend", "reference" if recipe in PLAIN else "emulate")
         plan = planned(recipe, name, **options)
         self.plan = plan.for_layers({"up": size}, grouped={"up": groups})
-        backend = build_backend(self.plan, save_fp8=save_fp8)
+        backend = build_backend(self.plan)
         torch.manual_seed(0)
         self.up: Any = backend.grouped_linear("up", groups, *size, bias)
         backend.attach(self)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8stack.layers import fused_mlp, weight_cache
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers import weight_changes as backend_weights
 from fp8stack.layers.kernels import weight_casts as weights
@@ -57,7 +58,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
         mode.counts["weights"] += 1
 
     monkeypatch.setattr(Replayed, "__call__", replayed)
-    monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
+    for module in (fused_mlp, torch_backend, weight_cache):
+        monkeypatch.setattr(module, "has_kernel", lambda device: True)
     monkeypatch.setattr(weights, "launch_weights", launched)
     monkeypatch.setattr(
         step, "clip_gradients", lambda *args, **options: clip_gradients(*args, **options | AS_TAKEN)

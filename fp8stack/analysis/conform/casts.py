@@ -26,7 +26,7 @@ from fp8stack.analysis.conform.checks import (
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels.fused_casts import Product, cast_product, cast_transpose
 from fp8stack.layers.kernels.variants import has_kernel
-from fp8stack.layers.kernels.weight_casts import KeptWeights
+from fp8stack.layers.kernels.weight_casts import BatchedCast
 
 # Powers of two and others, from the smallest to the largest scale of a finite amax.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
@@ -92,7 +92,7 @@ def need_kernel(context: Context) -> None:
 
 def _weight_cast(context: Context, x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, ...]:
     need_kernel(context)
-    weights = KeptWeights([x], Quantizer(format=format))
+    weights = BatchedCast([x], Quantizer(format=format))
     weights.cast(scale.view(1), largest := torch.zeros(1, device=x.device))
     along, across = weights.copies[0]
     return along.data, across.data, largest[0], along.inv_scale

@@ -45,7 +45,7 @@ from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
 from fp8stack.layers.kernels.fused_casts import Product, cast_blocks
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
-from fp8stack.layers.kernels.weight_casts import KeptWeights
+from fp8stack.layers.kernels.weight_casts import BatchedCast
 from fp8stack.numerics import RandomBits, Rounded, fused
 from fp8stack.numerics.rounding import rounding, rounding_of_both
 from fp8stack.precision import load_recipe
@@ -319,7 +319,7 @@ def by_weight_kernel(
     """Both copies by the kernel for many weights, of a weight that is not the first one, cast a
     second time."""
     need_kernel(context)
-    weights = KeptWeights([x[:40], x], quantizer)
+    weights = BatchedCast([x[:40], x], quantizer)
     weights.cast()
     weights.cast()
     return [_operand(copy) for copy in weights.copies[1]]

@@ -42,6 +42,8 @@ MULTIPLES = {
     ScaleLayout.ROWS: 128,
     ScaleLayout.SQUARES: 128,
 }
+BLOCK_KERNELS = {ScaleLayout.ROWS, ScaleLayout.MX}
+"""The layouts whose two copies one Triton kernel makes."""
 _TORCHS_NAMES = {
     ScaleLayout.MX: ScalingType.BlockWise1x32,
     ScaleLayout.NV: ScalingType.BlockWise1x16,
@@ -61,6 +63,9 @@ class Scaled(NamedTuple):
     even element in the low half. `inv_scale` is float32 and 0-dim, or as `pack_scales` gives it.
     `upper_scale`, for NV alone, multiplies all of its block scales: float32, 0-dim. `sums` over the
     rows, float32 [K], are the gradient of a bias where the matrix is dy.
+
+    Groups of rows are one matrix with `offs`, int32 [groups], the ends of the groups, and weights
+    are [groups, rows, K]; `inv_scale` is [groups], or [rows] and [groups, rows] for PER_ROW.
     """
 
     data: Tensor
@@ -68,6 +73,7 @@ class Scaled(NamedTuple):
     kind: ScaleLayout
     upper_scale: Tensor | None = None
     sums: Tensor | None = None
+    offs: Tensor | None = None
 
 
 def pack_scales(inv_scales: Tensor, kind: ScaleLayout) -> Tensor:
@@ -166,6 +172,39 @@ def scaled_gemm(
     else:
         y = _by_blocks(a, b, out_dtype)
     return y if bias is None else y + bias.to(out_dtype)
+
+
+def scaled_grouped_gemm(
+    a: Scaled,
+    b: Scaled,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """`scaled_gemm` of each group of the rows of `a` by its matrix in `b`, E4M3 with scales per
+    tensor or row, in bfloat16. The bias, [groups, N], is added after the rounding."""
+    rows, weight, offs = a.data, b.data, a.offs
+    assert offs is not None
+    if not len(rows):
+        return rows.new_zeros((0, weight.shape[1]), dtype=out_dtype)
+    places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    group_of_row = torch.searchsorted(offs, places, right=True)
+    # Each row has the scale of its group.
+    row_scales = a.inv_scale if a.kind is ScaleLayout.PER_ROW else a.inv_scale[group_of_row]
+    scales = b.inv_scale
+    if b.kind is ScaleLayout.PER_TENSOR:
+        scales = scales[:, None].expand(-1, weight.shape[1])
+    y = torch._scaled_grouped_mm(
+        rows,
+        weight.transpose(-2, -1),
+        row_scales.contiguous(),
+        scales.contiguous(),
+        offs=offs,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return y if bias is None else y + bias.to(out_dtype)[group_of_row]
 
 
 def _by_row(operand: Scaled) -> Scaled:

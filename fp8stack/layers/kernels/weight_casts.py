@@ -15,7 +15,7 @@ from fp8stack.layers.kernels.variants import OPTIONS, KernelVariant, converts_ex
 _SQUARE = 128
 
 
-class KeptWeights:
+class BatchedCast:
     """FP8 copies of some weights in fixed memory, which `cast` overwrites without waiting for the
     device or allocating, so that a CUDA graph can hold it.
 

@@ -212,7 +212,7 @@ def _build_variants(planned: _Plans, config: RunConfig) -> tuple[Variant, ...]:
     variants: list[Variant] = []
     draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
     for plan, compiled in zip(planned.plans, planned.compiled, strict=True):
-        backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
+        backend = build_backend(plan, draws=draws)
         backend.weights.only_tracked_changes = True  # only the run's optimizers change them
         backend.vocabulary_multiple = multiple
         try:

@@ -180,17 +180,15 @@ def sums(change: Callable[[Tensor], Tensor]) -> Put:
     return instead(torch, "_scaled_mm", multiply)
 
 
-def zero_gradients(copies: Any, self: Any, x: Tensor, quantizers: Any, *arguments: Any) -> Any:
-    if quantizers.name != "grad_output":
+def zero_gradients(copies: Any, operand: Any, *arguments: Any) -> Any:
+    if operand.name != "grad_output":
         return copies
     return tuple(copy and copy._replace(values=copy.values * 0) for copy in copies)
 
 
-def along_twice(
-    exact: Any, self: Any, x: Tensor, quantizers: Any, with_columns: bool, call: Any
-) -> Any:
-    along, _ = exact(self, x, quantizers, False, call)
-    return along, along._replace(form=quantizers.columns) if with_columns else None
+def along_twice(exact: Any, operand: Any, x: Tensor, with_columns: bool, call: Any) -> Any:
+    along, _ = exact(operand, x, False, call)
+    return along, along._replace(layout=operand.layouts[1]) if with_columns else None
 
 
 def gradient_of_keys(change: Callable[[Tensor], Tensor]) -> Put:
@@ -360,7 +358,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         ),
     ),
     "all stochastic gradients are zero": (
-        "gemms: nvfp4 by emulate*", after(emulate.EmulateBackend, "cast", zero_gradients)
+        "gemms: nvfp4 by emulate*", after(emulate.EmulatedOperand, "cast", zero_gradients)
     ),
     "Philox with nine rounds": (
         "quantizers: nvfp4, values, by torch*",
@@ -416,19 +414,21 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "gemms: current by torch*", sums(lambda y: y.bfloat16().float())
     ),
     "one product in 256 is left out": (
-        "gemms: current by emulate*", after(emulate, "_gemm", lambda y, *arguments: y * 1.004)
+        "gemms: current by emulate*", after(emulate, "_multiply", lambda y, *arguments: y * 1.004)
     ),
     "the scales of rows are reversed": (
         "gemms: rowwise by emulate*",
         instead(
-            emulate, "_scaled",
-            lambda exact, y, scales, rows, columns, *last, **more: exact(
-                y, scales, *(p if p is None else p.flip(0) for p in (rows, columns)), *last, **more
+            emulate, "_multiply",
+            lambda exact, a, b, transposed, *factors_and_more: exact(
+                a, b, transposed,
+                *(f if f is None or not f.ndim else f.flip(0) for f in factors_and_more[:2]),
+                *factors_and_more[2:],
             ),
         ),
     ),
     "wgrad takes the copies of fprop, quantized the other way": (
-        "gemms: mxfp8 by*", instead(emulate.EmulateBackend, "cast", along_twice)
+        "gemms: mxfp8 by*", instead(emulate.EmulatedOperand, "cast", along_twice)
     ),
     "the bias is left out": (
         "gemms: current by torch*",
@@ -535,6 +535,6 @@ OF_RECIPE: dict[str, tuple[str, Put]] = {
         instead(amax_history._Rules, "of", without_margins),
     ),
     "gradients of one's own format are zero": (
-        "gemms: own by emulate*", after(emulate.EmulateBackend, "cast", zero_gradients)
+        "gemms: own by emulate*", after(emulate.EmulatedOperand, "cast", zero_gradients)
     ),
 }  # fmt: skip

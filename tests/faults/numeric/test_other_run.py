@@ -22,7 +22,7 @@ FREE: list[dict[str, Any]] = [
     {"steps": 6}, {"log_every": 3}, {"eval_every": 5}, {"eval_windows": 2}, {"save_every": 3},
     {"final_eval_windows": 2},
     {"keep_checkpoints": 3}, {"sample_tokens": 4}, {"sample_prompt": "to"}, {"temperature": 0.5},
-    {"workers": 1}, {"deterministic": False}, {"save_fp8": True}, {"telemetry_every": 7},
+    {"workers": 1}, {"deterministic": False}, {"telemetry_every": 7},
     {"telemetry_every": 7, "what_if": ["mxfp8"]}, {"guard": {"patience": 7}}, {"strict": False},
     {"activation_checkpointing": "block"}, {"backend": "torch"},
     {"accumulate": 2},

@@ -19,7 +19,7 @@ ALL = (
     "tests.analysis.conform.test_checks:interpreted_weights",
     "tests.analysis.conform.test_checks:interpreted_copies",
     "tests.layers.kernels.test_weight_casts:differences",
-    "tests.layers.test_kept_weights:interpreted_differences",
+    "tests.layers.test_batched_casts:interpreted_differences",
 )
 
 

@@ -19,7 +19,7 @@ from fp8stack.analysis.conform.quantizers import compare_copies, gemm_operand, q
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.scaled_gemm import Scaled
-from fp8stack.layers.kernels.weight_casts import KeptWeights
+from fp8stack.layers.kernels.weight_casts import BatchedCast
 from tests.layers.kernels.test_variants import SCALES, inputs
 from tests.support.cases import case
 from tests.support.oracles import to_numpy
@@ -95,16 +95,16 @@ def differences_with_given_scales(
     cases = [(x, place) for x, tried in matrices_and_places for place in reversed(tried)]
     weights_on_device = [x.to(device) for x, _ in cases]
     quantizer = Quantizer(format=name)
-    kept_weights = KeptWeights(weights_on_device, quantizer, [place for _, place in cases])
+    batched_cast = BatchedCast(weights_on_device, quantizer, [place for _, place in cases])
     scales, memory = torch.tensor(SCALES, device=device), torch.zeros(len(SCALES), 4, device=device)
     memory[2, 0] = math.inf
     before, wrong = memory.clone(), []
     if matrices_and_places[0][0].dtype == torch.bfloat16:  # recording is the same in every dtype
-        kept_weights.cast(scales)
+        batched_cast.cast(scales)
         wrong = [] if torch.equal(memory, before) else ["amaxes that were not wanted"]
-    kept_weights.cast(scales, memory[:, 0])
+    batched_cast.cast(scales, memory[:, 0])
     largest = before[:, 0].cpu().numpy()
-    for (x, place), copies in zip(cases, kept_weights.copies, strict=True):
+    for (x, place), copies in zip(cases, batched_cast.copies, strict=True):
         values = to_numpy(x)
         largest[place] = max(largest[place], amax(values).item())
         references = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
@@ -117,10 +117,10 @@ def differences_with_given_scales(
 def differences_with_computed_scales(
     tensors: list[Tensor], quantizer: Quantizer, device: str
 ) -> list[str]:
-    kept_weights, wrong = KeptWeights([x.to(device) for x in tensors], quantizer), []
-    kept_weights.cast()
-    kept_weights.cast()  # again: no amax of the first call is left
-    for x, copies in zip(tensors, kept_weights.copies, strict=True):
+    batched_cast, wrong = BatchedCast([x.to(device) for x in tensors], quantizer), []
+    batched_cast.cast()
+    batched_cast.cast()  # again: no amax of the first call is left
+    for x, copies in zip(tensors, batched_cast.copies, strict=True):
         references = [quantized(x, quantizer, dim) for dim in (1, 0)]
         wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, references, quantizer)
     return wrong
@@ -176,8 +176,8 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tensors = [torch.zeros(256, 384, dtype=dtype)]
-    kept_weights = KeptWeights(tensors, Quantizer(**options))
-    kept_weights.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
+    batched_cast = BatchedCast(tensors, Quantizer(**options))
+    batched_cast.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
     constants = launched[0]
     constants["HOW"] = replace(constants["HOW"], exact=capability != 89)
     types = {"table": "*i64", "owners": "*i32", "scales": "*fp32", "amaxes": "*fp32"}
@@ -208,12 +208,12 @@ def variants_of(launched: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 def test_a_launch_is_all_that_delayed_scaling_needs_and_current_scaling_needs_two(launched) -> None:
     tensors = [torch.ones(32, 48), torch.ones(16, 16)]
-    KeptWeights(tensors, Quantizer(amax="delayed"), [3, 0]).cast(torch.ones(4), torch.zeros(4))
+    BatchedCast(tensors, Quantizer(amax="delayed"), [3, 0]).cast(torch.ones(4), torch.zeros(4))
     assert variants_of(launched) == [("given", True)]
     launched.clear()
-    KeptWeights(tensors, Quantizer()).cast()
+    BatchedCast(tensors, Quantizer()).cast()
     assert variants_of(launched) == [("none", True), ("current", False)]
     launched.clear()
-    KeptWeights(tensors, Quantizer(block=(128, 128))).cast()
-    KeptWeights(tensors, Quantizer(**MX)).cast()
+    BatchedCast(tensors, Quantizer(block=(128, 128))).cast()
+    BatchedCast(tensors, Quantizer(**MX)).cast()
     assert variants_of(launched) == [("squares", False), ("mx", False)]

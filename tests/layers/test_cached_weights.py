@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8stack.layers import build_backend
-from fp8stack.layers.emulate import EmulateBackend, kept_weights
-from fp8stack.layers.grouped_emulation import GroupedEmulation
+from fp8stack.layers.emulate import EmulatedOperand
 from fp8stack.layers.linear import LowPrecisionLayer
+from fp8stack.layers.weight_cache import cached_weights
 from fp8stack.model import sampling
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
@@ -45,22 +45,21 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
     recipe: str, experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rounded = model_in(recipe, experts), []
-    for backend in (EmulateBackend, GroupedEmulation):
-        exact = backend.cast
+    exact = EmulatedOperand.cast
 
-        def counting(self, x, quantizers, with_columns, call, exact=exact):
-            if quantizers.name == "weight" and quantizers.cached_weight is None:
-                rounded.append(quantizers)
-            return exact(self, x, quantizers, with_columns, call)
+    def counting(quantizers, *arguments):
+        if quantizers.name == "weight":
+            rounded.append(quantizers)
+        return exact(quantizers, *arguments)
 
-        monkeypatch.setattr(backend, "cast", counting)
+    monkeypatch.setattr(EmulatedOperand, "cast", counting)
     tokens = tokens_of(model)
     count = len(rounded)
     assert count == len(set(map(id, rounded))) > 0
-    monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
+    monkeypatch.setattr(sampling, "cached_weights", lambda model: nullcontext())
     assert tokens_of(model) == tokens
     assert len(rounded) > 30 * count
-    assert all(quantizers.cached_weight is None for quantizers in rounded)
+    assert all("cast" not in vars(quantizers) for quantizers in rounded)
 
 
 @pytest.mark.parametrize("experts", [{}, {"experts": EXPERTS}], ids=["dense", "experts"])
@@ -82,13 +81,13 @@ def test_a_weight_without_fp8_is_rounded_once_too(recipe, experts, monkeypatch) 
     linears = [m for m in model.modules() if isinstance(m, LowPrecisionLayer)]
     assert len({id(matrix) for matrix in rounded}) == len(linears) > 0
     assert all(layer.cached_weight is None for layer in linears)
-    monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
+    monkeypatch.setattr(sampling, "cached_weights", lambda model: nullcontext())
     assert tokens_of(model) == tokens
 
 
 def test_a_weight_that_changes_within_is_rounded_again_and_gradients_are_not_affected() -> None:
     model, tokens = model_in("mxfp8"), torch.arange(8)[None]
-    with kept_weights(model):
+    with cached_weights(model):
         with torch.no_grad():
             first = model(tokens)
             model.get_parameter("blocks.0.mlp.up.weight").mul_(2)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers import build_backend, fp8_state, fused_mlp, weight_cache
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels import variants as kernels
 from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.variants import KernelVariant
-from fp8stack.layers.kernels.weight_casts import KeptWeights
+from fp8stack.layers.kernels.weight_casts import BatchedCast
 from fp8stack.layers.linear import QuantizedLinear
-from fp8stack.layers.weight_cache import CachedWeight
+from fp8stack.layers.weight_changes import CachedWeight
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 CPU = Hardware("cpu")
+USERS = (fused_mlp, torch_backend, weight_cache)
+"""The modules that ask whether a device has kernels."""
 H200, B200 = (Hardware("cuda", of, cuda_version=(13, 0)) for of in ((9, 0), (10, 0)))
 
 
@@ -45,7 +47,7 @@ def loss_of(model: GPT, step: int) -> Tensor:
 
 
 def cached_of(layer: QuantizedLinear) -> CachedWeight | None:
-    cached: CachedWeight | None = layer.quantizers["weight"].cached
+    cached: CachedWeight | None = layer.quantizers["weight"].cached_weight
     return cached
 
 
@@ -116,7 +118,7 @@ def interpreted_differences() -> list[str]:
     for name, make in makers.items():
         expected = make()
         # Casts are fused for mxfp8 alone: elsewhere fusing moves the rounding of activations.
-        modules = (kernels, torch_backend, *([fused_casts] if name == "mxfp8" else []))
+        modules = (kernels, *USERS, *([fused_casts] if name == "mxfp8" else []))
         for module in modules:
             module.has_kernel = lambda device: True  # type: ignore[attr-defined]
         launches = _count_launches()
@@ -165,7 +167,8 @@ def _same(tensor: Tensor | None, expected: Tensor) -> bool:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tiles of each launch; nothing is launched, and the copies are cast layer by layer."""
     tiles_of_launches: list[int] = []
-    monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
+    for module in USERS:
+        monkeypatch.setattr(module, "has_kernel", lambda device: True)
     monkeypatch.setattr(
         weights, "launch_weights", lambda tiles, *_: tiles_of_launches.append(tiles)
     )
@@ -175,13 +178,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A launch is replaced by casts of one weight after another."""
-    initialize, cast, constructed = KeptWeights.__init__, KeptWeights.cast, {}
+    initialize, cast, constructed = BatchedCast.__init__, BatchedCast.cast, {}
 
-    def remember(self: KeptWeights, weight_list: Any, quantizer: Any, places: Any = ()) -> None:
+    def remember(self: BatchedCast, weight_list: Any, quantizer: Any, places: Any = ()) -> None:
         initialize(self, weight_list, quantizer, places)
         constructed[self] = weight_list, places
 
-    def fill(self: KeptWeights, scales: Any = None, amaxes: Any = None) -> None:
+    def fill(self: BatchedCast, scales: Any = None, amaxes: Any = None) -> None:
         cast(self, scales, amaxes)
         weight_list, places = constructed[self]
         for weight, (along, across), place in zip(weight_list, self.copies, places, strict=True):
@@ -194,8 +197,8 @@ def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 assert largest is not None
                 amaxes[place] = torch.maximum(amaxes[place], largest)
 
-    monkeypatch.setattr(KeptWeights, "__init__", remember)
-    monkeypatch.setattr(KeptWeights, "cast", fill)
+    monkeypatch.setattr(BatchedCast, "__init__", remember)
+    monkeypatch.setattr(BatchedCast, "cast", fill)
     return launches
 
 
@@ -243,7 +246,8 @@ def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weigh
     assert cached_of(up_of(copied)) is None
     hooks(copied)
     data = [
-        layer.quantizers["weight"].cached.copies[0].data.data_ptr() for layer in (up, up_of(copied))
+        layer.quantizers["weight"].cached_weight.copies[0].data.data_ptr()
+        for layer in (up, up_of(copied))
     ]
     assert data[0] != data[1]
     up.weight.data = up.weight.data.clone()
@@ -300,7 +304,8 @@ def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
     model = gpt(recipe, B200, width=128)
     hooks(model)
     expected = kept(model)
-    monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
+    for module in USERS:
+        monkeypatch.setattr(module, "has_kernel", lambda device: True)
     torch._dynamo.reset()
     torch_backend._compile_once.cache_clear()
     counter = CompileCounterWithBackend(backend)
