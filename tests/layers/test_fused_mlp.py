@@ -133,12 +133,12 @@ def test_blocks_of_a_product_are_those_of_its_values(fusing):
     layer, _ = linear("block", 128, 256, backend="torch", hardware=Hardware("cuda", (9, 0)))
     assert isinstance(layer, QuantizedLinear)
     hidden, dy = torch.randn(256, 512).bfloat16(), torch.randn(256, 256).bfloat16()
-    quantizers = layer.quantizers["grad_output"]
-    quantizer = quantizers.quantizer
+    operand = layer.quantizers["grad_output"]
+    quantizer = operand.joint_cast.quantizer
     call = Call(record=False, rows=256, has_bias=True)
 
     def quantize(x: Tensor | Product) -> tuple[Scaled, Scaled]:
-        along, across = layer.backend.quantize(x, quantizers, True, call)
+        along, across = operand.cast(x, True, call)
         return along, across
 
     for product in (Product("swiglu", hidden), Product("swiglu", hidden, dy)):

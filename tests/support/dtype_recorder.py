@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.layers import emulate
 from fp8stack.layers import torch as torch_backend
-from fp8stack.layers.emulate import EmulatedOperand
+from fp8stack.layers.emulate import EmulateBackend, EmulatedOperand, emulated_matmul
 from fp8stack.layers.linear import QuantizedLayer
 from fp8stack.layers.torch import TorchOperand
 
@@ -58,10 +57,10 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Watch until the end of the context."""
-        matmul = self._gemm(emulate.emulated_matmul)
+        matmul = self._gemm(emulated_matmul)
         with (
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
-            mock.patch.object(emulate, "emulated_matmul", matmul),
+            mock.patch.object(EmulateBackend, "matmul", staticmethod(matmul)),
             mock.patch.object(torch_backend, "emulated_matmul", matmul),
             mock.patch.object(EmulatedOperand, "cast", self._quantize(EmulatedOperand.cast)),
             mock.patch.object(TorchOperand, "cast", self._quantize(TorchOperand.cast)),
@@ -98,8 +97,10 @@ class Recorder(TorchDispatchMode):
         def quantize(operand: Any, *arguments: Any) -> Any:
             self._inside += 1
             copies = real(operand, *arguments)
-            self._inside -= 1
-            if self._inside:  # within a cast that counts
+            cached = getattr(operand, "cached_weight", None)
+            is_cached = cached is not None and copies[0] is cached.copies[0]
+            if self._inside > 1 or is_cached:  # within a cast that counts, or no cast
+                self._inside -= 1
                 return copies
             path, name = self._paths_of_quantizers[id(operand)], operand.name
             ways = {name: operand.along, f"{name} across": operand.across}
@@ -110,6 +111,7 @@ class Recorder(TorchDispatchMode):
                 is_quantized = copy is not None and (values is None or fp8_of(values) in FP8)
                 if is_quantized and ways[way] != "forward":
                     self.quantized[path, way, _pass()] += 1
+            self._inside -= 1
             return copies
 
         return quantize
