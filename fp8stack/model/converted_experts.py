@@ -226,7 +226,7 @@ def run_experts(
 
 
 class Llama4Experts(nn.Module):
-    """Llama 4's experts, each of which takes all tokens: the tokens of others as zeros."""
+    """Llama 4's experts. Each takes all tokens; tokens of other experts are zeros."""
 
     gate_up_proj_linear: GroupedLinear
     down_proj_linear: GroupedLinear

@@ -384,7 +384,7 @@ def _raise_all(largest, row):
 
 @njit
 def _amax(values):
-    """The largest magnitude, as bits."""
+    """The largest magnitude of a long row, as bits; of blocks, `_largest` takes less time."""
     words = values.view(np.int32)
     most = np.int32(0)
     for i in range(len(words)):
@@ -498,7 +498,7 @@ def _raise_columns(largest, w, column):
 
 @njit
 def _tiles(w):
-    """The number of tiles beside each other, and of all tiles."""
+    """The number of tiles in a row of tiles, and the number of all tiles."""
     beside = (w.columns + w.tile_columns - 1) // w.tile_columns
     return beside, beside * ((w.rows + w.tile_rows - 1) // w.tile_rows)
 
@@ -577,7 +577,8 @@ def _round_tile(lines, w, source, stride, top, column, is_other, sets_columns, i
     rows, columns = min(w.tile_rows, w.rows - top), min(w.tile_columns, w.columns - column)
     has_one_scale, to_bf16 = w.height == 0 and w.width == 0, w.result_bf16 != 0
     step = 1  # rows at a time: several, if they are adjacent and consist of whole blocks
-    if height == 1 and width and columns == w.columns and columns % width == 0 and not w.stochastic:
+    has_whole_rows = w.tile_columns == w.columns
+    if height == 1 and width and has_whole_rows and columns % width == 0 and not w.stochastic:
         step = max(1, _JOINED // columns)
     for r in range(0, rows, step):
         length = columns * min(step, rows - r)
