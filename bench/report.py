@@ -248,21 +248,6 @@ def ratio_figure(
     return figure
 
 
-def bar_figure(
-    names: Sequence[str],
-    values: Sequence[float],
-    title: str,
-    label: str,
-    errors: Sequence[float] | None = None,
-) -> Figure:
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.bar(names, values, yerr=errors, color="C0")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(ylabel=label, title=title)
-    return figure
-
-
 def line_figure(rows: Sequence[Row], title: str, x: str, y: str) -> Figure:
     """Lines of `y` over `x` by arm, a panel for each case."""
     cases = list(dict.fromkeys(row["case"] for row in rows))

@@ -37,7 +37,6 @@ SCENARIOS = {
     "startup": "how long the command takes to start, and how many modules it imports",
     "busy": "steps and the first command on a machine that other processes use",
     "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
-    "false-alarms": "how often compare says better or worse of one recipe in different seeds",
     "law": "the law of fp8stack forecast, fitted to published losses and the study, and its errors",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",

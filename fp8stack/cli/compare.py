@@ -18,9 +18,7 @@ BASELINE = option(
 )
 FROM = option("Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from")
 SHARED = option("Share of steps, at the start, in the baseline's recipe. [25%, with --from 0%]")
-UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
 MARGIN = option("Largest gap that counts as equal, in percent of the loss. [0.25%]")
-HOURS = option("With --until: start no seed that would end after so many hours.")
 MODEL = option(
     "Model preset or TOML file. [gpt-nano, or that of --from]", autocompletion=completion.MODELS
 )
@@ -32,9 +30,7 @@ def compare(
     out: Annotated[str | None, OUT] = None,
     seeds: Annotated[int, option("Runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
     shared: Annotated[str | None, SHARED] = None,
-    until: Annotated[str | None, UNTIL] = None,
     margin: Annotated[str, MARGIN] = "0.25%",
-    hours: Annotated[float | None, HOURS] = None,
     baseline: Annotated[str | None, BASELINE] = None,
     from_: Annotated[str | None, FROM] = None,
     model: Annotated[str | None, MODEL] = None,
@@ -66,9 +62,7 @@ def compare(
         flags,
         set or [],
         shared=shared,
-        until=until,
         margin=margin,
-        hours=hours,
     )
     try:
         raise typer.Exit(comparison.compare(request))

@@ -74,8 +74,7 @@ def scaled(words: Sequence[str]) -> list[str]:
     if command == "pretrain":
         return [*words, *SMALL, *RUN, f"--steps={_steps(words)}", *_sizes(words)]
     if command == "compare":
-        one_pair = ["--hours=0.001"] if "--hours" in words else []
-        return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *one_pair, *_sizes(words)]
+        return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *_sizes(words)]
     if command == "bench" and words[1] == "roofline":  # of a GPU without FP8, in seconds less
         return [*words, "--capability=8.0"]
     small = {"generate": ["--tokens=4"]}

@@ -90,7 +90,7 @@ def _explanation(baseline: str, seed_count: int, comparison: Comparison) -> str:
     judging, windows = comparison.judging, comparison.config.last_eval_windows
     kind = (
         f"{100 * CONFIDENCE_ADDING:g} % interval by Student's t, from {FEWEST_ADDING} pairs on; "
-        "since seeds are added until it is narrow, it holds the gap in 96 to 98 % of all "
+        "as seeds were added after a look at it, it holds the gap in 96 to 98 % of all "
         "comparisons whose noise is normal"
         if judging.adding
         else "95 % interval by Student's t, which holds for a number of seeds chosen beforehand "

@@ -21,19 +21,13 @@ class Judging:
 
     margin: float = 0.25  # percent; a gap that is certainly smaller does not matter
     adding: bool = False  # pairs are added after a look at the results, see `mean_interval`
-    until: float | None = None  # percent; add pairs until the half-width is at most this
-
-    @property
-    def target_half_width(self) -> float:
-        """The half-width that an interval should have, in percent: `until`, else `margin`."""
-        return self.until or self.margin
 
     def more_pairs(self, gap: Interval) -> int | None:
-        """The number of further pairs that makes the interval narrow enough. None if not known
-        yet."""
+        """The number of further pairs that makes the half-width of the interval the margin. None if
+        not known yet."""
         if gap.deviation is None:
             return None
-        return max(0, pairs_needed(gap.deviation, self.target_half_width) - gap.samples)
+        return max(0, pairs_needed(gap.deviation, self.margin) - gap.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +190,7 @@ def judged(gap: Interval, baseline: str, judging: Judging, pair_s: float = 0) ->
     text += f": ± {width:.2f} %" if width is not None else f": {pairs(gap.samples)}"
     if more := judging.more_pairs(gap):
         took = f" ({about(more * pair_s)})" if pair_s else ""
-        text += f", about {pairs(more, ' more')}{took} for ± {judging.target_half_width:g} %"
+        text += f", about {pairs(more, ' more')}{took} for ± {judging.margin:g} %"
     return text
 
 

@@ -1,7 +1,6 @@
 """The settings of a comparison, validated before training."""
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from fp8stack.analysis.compare.gaps import Judging
-from fp8stack.analysis.compare.intervals import FEWEST_ADDING
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import absolute_path, read_json
@@ -61,20 +59,14 @@ class Comparison:
 
     out: Path
     recipes: dict[str, str]  # name in tables -> value of `--recipe`
-    seeds: int  # per recipe; the minimum with `judging.until`
+    seeds: int  # per recipe
     baseline: str
     judging: Judging
-    hours: float | None  # time limit: no pair begins after it
     config: RunConfig
     contents: dict[str, Any]  # contents behind names and paths, which a later start must match
     plans: dict[str, Plan]  # by recipe
     command: str
     vocabulary: int
-
-    @property
-    def fewest_pairs(self) -> int:
-        """The number of pairs that the comparison trains at least."""
-        return self.seeds if self.judging.until is None else max(self.seeds, FEWEST_ADDING)
 
     def folder(self, job: Job) -> RunFolder:
         """The folder of a run."""
@@ -122,9 +114,7 @@ def prepare(
     sets: Sequence[str],
     *,
     shared: str | None = None,
-    until: str | None = None,
     margin: str = MARGIN,
-    hours: float | None = None,
 ) -> Comparison:
     """Validate the options of the command, and return the comparison.
 
@@ -138,9 +128,7 @@ def prepare(
         shared: the share of the steps that all runs take in the baseline's recipe first. By default
             25 %, but none with `init_from` or phases; a comparison that is continued keeps its
             share.
-        until: add seeds until the half-width is at most this, in percent of the loss: "0.15%".
         margin: the gap that does not matter, in percent of the loss.
-        hours: time limit for `until`; no pair begins after it.
 
     Raises:
         UserError: bad input. Nothing was trained or written.
@@ -157,15 +145,7 @@ def prepare(
             f"--baseline {quoted(baseline_name)} is not among the recipes: {', '.join(sources)}. "
             "Add it to --recipes."
         )
-    judging = Judging(
-        margin=percent("--margin", margin, MARGIN),
-        until=None if until is None else percent("--until", until, MARGIN),
-        adding=until is not None,
-    )
-    if hours is not None and not 0 < hours < math.inf:
-        raise UserError(f"--hours {hours:g}: there is no time to train. Give more than 0.")
-    if hours is not None and until is None:
-        raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
+    judging = Judging(margin=percent("--margin", margin, MARGIN))
     config, tokenizer, tokenizer_file = _config(flags, sets)
     use_threads(config.threads)  # raises here, not in every run
     folder = out or f"runs/compare-{presets.label(config.model)}"
@@ -177,9 +157,7 @@ def prepare(
         "seeds": seeds,
         "baseline": baseline,
         "shared": shared,
-        "until": until,
         "margin": None if margin == MARGIN else margin,
-        "hours": hours,
     }
     comparison = Comparison(
         out=Path(folder).resolve(),
@@ -187,7 +165,6 @@ def prepare(
         seeds=seeds,
         baseline=baseline_name,
         judging=judging,
-        hours=hours,
         config=config,
         contents=_contents(config, plans, tokenizer, tokenizer_file),
         plans=plans,
@@ -364,7 +341,7 @@ def _checked(comparison: Comparison) -> Comparison:
         )
     request = saved["asked"]
     added_before = request.get("adding", request.get("always_valid", False))  # the older name
-    adding = comparison.judging.adding or added_before or request["seeds"] < comparison.seeds
+    adding = added_before or request["seeds"] < comparison.seeds
     return replace(comparison, judging=replace(comparison.judging, adding=adding))
 
 

@@ -6,7 +6,6 @@ Where it is not the point that each run is a process of its own, runs are made i
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
@@ -651,36 +650,6 @@ def test_a_run_that_fails_beside_others_gives_exit_code_1_and_is_trained_again(
     assert trained_names == ["delayed-seed1"]
 
 
-def test_a_run_of_an_added_seed_that_failed_is_trained_again(
-    command, tmp_path, monkeypatch, capsys
-):
-    trained_names, failing = list[str](), {"fp32-seed2"}
-
-    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
-        trained_names.append(job.name)
-        if job.name in failing:
-            folder(compared.folder(job).path, [step(2, 3.0)])
-            return Ended(exit=1, error="Killed")
-        loss = 4.0 * (1 + (job.recipe != "fp32") * 0.001 * (-1) ** job.seed)
-        folder(compared.folder(job).path, [step(12, 3.0, val_loss=loss)])
-        return Ended(exit=0, error="", seconds=60.0)
-
-    monkeypatch.setattr(comparison, "train", pretend)
-    ask = ["--recipes", "fp32,delayed,current", "--seeds", "2", *SMALL, "--out", "c"]
-    assert command("compare", *ask, "--until", "1%") == 1
-    assert "no gap is known: fp32 diverged or failed" in capsys.readouterr().out
-    failing.symmetric_difference_update({"fp32-seed2", "delayed-seed3"})
-    assert command("compare", *ask, "--until", "1%") == 1
-    assert "every interval other than of delayed is at most ± 1 %" in capsys.readouterr().out
-    failing.clear()
-    trained_names.clear()
-    assert command("compare", *ask, "--until", "1%") == 0
-    assert trained_names == ["delayed-seed3"]
-    rows = {row["recipe"]: row["done"] for row in report(tmp_path / "c")["recipes"]}
-    assert rows == dict.fromkeys(("fp32", "delayed", "current"), 4)
-    assert "every interval is at most ± 1 %" in capsys.readouterr().out
-
-
 def prepared(out: Path, *sets: str) -> settings.Comparison:
     flags = {"steps": 12, "batch": 4, "context": 32}
     return settings.prepare("fp32,delayed", 2, str(out), None, flags, [*SETS, *sets])
@@ -823,7 +792,7 @@ def test_added_seeds_are_all_that_is_trained_and_intervals_are_wider_then(
     for seeds in ("4", "4"):  # and they stay so
         assert command("compare", "--out", "c", *AGAIN, "--seeds", seeds) == 0
         assert report(copy)["asked"]["adding"] is True
-        assert "since seeds are added until it is narrow" in (copy / "compare.md").read_text()
+        assert "as seeds were added after a look at it" in (copy / "compare.md").read_text()
     assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
     row = report(copy)["recipes"][1]
     gap = row["gap_percent"]
@@ -831,88 +800,26 @@ def test_added_seeds_are_all_that_is_trained_and_intervals_are_wider_then(
     assert gap["half_width"] == pytest.approx(student_factor(4, adding=True) * gap["deviation"])
 
 
-def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monkeypatch, capsys):
-    """Gaps of "delayed" spread ten times as much as those of "current"; "block" diverges."""
-    trained_names: list[str] = []
-
-    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
-        trained_names.append(job.name)
-        spread = {"fp32": 0.0, "current": 0.001, "delayed": 0.01, "block": 0.0}[job.recipe]
-        loss = 4.0 * (1 + spread * (-1) ** job.seed)
-        if job.recipe == "block" and job.seed == 1:
-            loss = 99.0
-        folder(compared.folder(job).path, [step(12, 3.0, val_loss=loss)])
-        return Ended(exit=0, error="", seconds=60.0)
-
-    monkeypatch.setattr("fp8stack.analysis.compare.comparison.train", pretend)
-    titles: list[str] = []
-
-    def titled(rows: list[RecipeFigures], baseline: str, title: str, confidence: float) -> bytes:
-        titles.append(title)
-        assert confidence == 0.98
-        return b""
-
-    monkeypatch.setattr(comparison, "comparison_plot", titled)
-    ask = ["--recipes", "current,fp32,delayed,block", "--seeds", "2", *SMALL, "--out", "c"]
-    assert command("compare", *ask, "--until", "1.5%") == 0
-    assert titles[-1].endswith(
-        "seeds\nthe first 25% of the steps are in fp32 in all runs of a seed"
-    )
-    printed = capsys.readouterr().out
-    rows = {row["recipe"]: row for row in report(tmp_path / "c")["recipes"]}
-    pairs = {name: row["done"] for name, row in rows.items()}
-    assert pairs["block"] == 1
-    assert pairs["current"] == 4  # the fewest that have an interval
-    assert pairs["fp32"] == pairs["delayed"]
-    gaps = np.resize([1.0, -1.0], pairs["delayed"])
-    before, last = (
-        student_factor(len(g), adding=True) * np.std(g, ddof=1) for g in (gaps[:-1], gaps)
-    )
-    assert before > 1.5 >= last
-    assert rows["delayed"]["gap_percent"]["half_width"] <= 1.5
-    assert "how many pairs it takes is known after the second; the least is 4" in printed
-    expected = pairs_needed(100 * 0.01 * math.sqrt(2), 1.5) - 2
-    assert f"expected: about {expected} more pairs, {2 * expected + 2} min" in printed
-    assert "every interval other than of block is at most ± 1.5 %" in printed
-    # A smaller width continues the comparison, which stops before a pair without time.
-    trained_names.clear()
-    assert command("compare", *ask, "--until", "1.2%", "--hours", "0.03") == 0
-    assert trained_names == []
-    assert "0.03 hours are over, or would be before the next pair" in capsys.readouterr().out
-    assert command("compare", *ask, "--until", "1.2%") == 0
-    assert trained_names[:2] == [f"fp32-seed{pairs['fp32']}", f"delayed-seed{pairs['fp32']}"]
-    assert not any("current" in name for name in trained_names)
+def test_seeds_that_an_older_version_added_until_intervals_were_narrow_are_kept(
+    copy, command, trained
+):
+    saved = report(copy)
+    saved["asked"] |= {"seeds": 1, "until": 0.5, "adding": True}
+    (copy / "compare.json").write_text(json.dumps(saved))
+    assert command("compare", "--out", "c", *AGAIN, "--seeds", "1") == 0
+    assert trained == []
+    assert [(row["done"], row["seeds"]) for row in report(copy)["recipes"]] == [(2, 2)] * 2
+    assert ", 2 seeds;" in (copy / "compare.md").read_text()
 
 
-def test_of_a_recipe_that_diverged_no_run_beyond_the_seeds_is_left(tmp_path):
-    flags, out = {"steps": 12, "batch": 4, "context": 32}, str(tmp_path / "c")
-    request = settings.prepare("fp32,current,delayed", 2, out, None, flags, SETS, until="1%")
-    results = comparison._Results(request)
-    for recipe, loss in (("fp32", 4.0), ("current", 4.1), ("delayed", 99.0)):
-        job = settings.Job(recipe=recipe, seed=0)
-        folder(request.folder(job).path, [step(12, 3.0, val_loss=loss)])
-        results.add(job, Ended(exit=0, error=""))
-    assert request.fewest_pairs == 4
-    assert results.runs_left([*request.recipes], 0) == {"fp32": 3, "current": 3, "delayed": 1}
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--until", "narrow"], "--until 'narrow' is no share in percent. Example: --until 0.25%"),
-        (["--until", "0%"], "--until '0%' is no share in percent"),
-        (["--margin", "-1"], "--margin '-1' is no share in percent. Example: --margin 0.25%"),
-        (["--until", "1%", "--hours", "0"], "--hours 0: there is no time to train"),
-        (["--hours", "1"], "--hours limits --until, which is not given"),
-    ],
-)
-def test_shares_and_hours_that_are_none_are_refused(flags, message, refused):
-    assert message in refused("compare", "--out", "c", *SMALL, *flags)
+def test_a_margin_that_is_none_is_refused(refused):
+    message = "--margin '-1' is no share in percent. Example: --margin 0.25%"
+    assert message in refused("compare", "--out", "c", *SMALL, "--margin", "-1")
 
 
 def test_a_verdict_names_the_time_that_is_expected():
     gap = Interval(mean=0.1, half_width=0.6, samples=3, deviation=0.4)
-    judging = Judging(until=0.5, adding=True)
+    judging = Judging(margin=0.5, adding=True)
     more = pairs_needed(0.4, 0.5) - 3
     text = judged(gap, "fp32", judging, pair_s=1200)
     assert (text, more) == ("not known yet: ± 0.60 %, about 4 more pairs (80 min) for ± 0.5 %", 4)
@@ -1078,7 +985,7 @@ def test_the_command_that_is_told_asks_for_the_same(compile, monkeypatch):
         "--seeds",
         "4",
     ]
-    flags += ["--until", "0.1%", "--hours", "2", "--margin", "1%", "--shared", "10%"]
+    flags += ["--margin", "1%", "--shared", "10%"]
     calls = []
     monkeypatch.setattr(
         settings, "prepare", lambda *options, **keywords: calls.append((options, keywords))
@@ -1092,4 +999,4 @@ def test_the_command_that_is_told_asks_for_the_same(compile, monkeypatch):
     parse(shlex.split(command)[1:], standalone_mode=False)
     assert calls[0] == calls[1]
     assert calls[0][0][4]["compile"] is compile
-    assert keywords == {"shared": "10%", "until": "0.1%", "margin": "1%", "hours": 2.0}
+    assert keywords == {"shared": "10%", "margin": "1%"}
