@@ -16,7 +16,7 @@ from fp8stack.common.io import lock, storage_errors, sweep, sync_folder, write_a
 from fp8stack.common.tables import counted
 from fp8stack.common.version import __version__
 from fp8stack.data.prepare.inputs import Settings, Source
-from fp8stack.data.prepare.writer import SHARD_FILE, SplitWriter
+from fp8stack.data.prepare.shards import SHARD_FILE, SplitWriter
 from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_segments
 from fp8stack.data.tokenizer import TOKENIZER_FILES, Tokenizer
 

@@ -17,8 +17,8 @@ from fp8stack.common.version import __version__
 from fp8stack.data.prepare.inputs import Settings, Source, find_sources
 from fp8stack.data.prepare.output_folder import OutputFolder, describe_inputs, manifest_of, summary
 from fp8stack.data.prepare.readers import Text, read
+from fp8stack.data.prepare.shards import Writer
 from fp8stack.data.prepare.train_bpe import train_bpe
-from fp8stack.data.prepare.writer import Writer
 from fp8stack.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 BLOCK_CHARACTERS = 2**20
@@ -136,7 +136,7 @@ def _train(settings: Settings, sources: Sequence[Source]) -> Tokenizer:
     return tokenizer
 
 
-class _Block(NamedTuple):
+class _TextBlock(NamedTuple):
     """Documents and pieces, and the place after them."""
 
     texts: Sequence[Text]
@@ -215,17 +215,17 @@ def _listing(sources: Sequence[Source]) -> str:
 
 def _blocks(
     sources: Sequence[Source], text_key: str, begin: int, skip: int
-) -> Generator[_Block, None, None]:
+) -> Generator[_TextBlock, None, None]:
     """Yield all documents after the first `skip` of source `begin`, in blocks."""
     texts, size = list[Text](), 0
     done = sum(source.size for source in sources[:begin])
-    block = _Block([], begin, skip, done)
+    block = _TextBlock([], begin, skip, done)
     for number, source in enumerate(sources[begin:], begin):
         with closing(read(source, text_key)) as source_texts:
             for count, text in enumerate(islice(source_texts, skip, None), skip + 1):
                 texts.append(text)
                 size += len(text.text) + DOCUMENT_CHARACTERS
-                block = _Block(texts, number, count, done + text.on_disk)
+                block = _TextBlock(texts, number, count, done + text.on_disk)
                 if size >= BLOCK_CHARACTERS:
                     yield block
                     texts, size = [], 0

@@ -6,7 +6,7 @@ from contextlib import closing
 from fp8stack.common.errors import UserError
 from fp8stack.data.prepare.inputs import Source
 from fp8stack.data.prepare.readers import read
-from fp8stack.data.prepare.writer import bytes_of
+from fp8stack.data.prepare.shards import bytes_of
 from fp8stack.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
 
 # bytes of text, at most: more changes little, and the sample and its words are in memory

@@ -18,7 +18,7 @@ import pytest
 from fp8stack.common.errors import StorageError
 from fp8stack.data import load_corpora
 from fp8stack.data.prepare import pipeline, readers
-from fp8stack.data.prepare.writer import Writer
+from fp8stack.data.prepare.shards import Writer
 from tests.conftest import contents
 from tests.conftest import refusal as refused_by
 from tests.support.preparing import documents, lines, prepared, refusal, written
