@@ -198,12 +198,13 @@ def _lacking_in_groups(quantizers: Quantizers, gemm: str, hardware: Hardware, gr
     """
     if not HOPPER_OR_BLACKWELL.have(hardware.capability) or groups > MOST_GROUPS:
         gpus = HOPPER_OR_BLACKWELL.words
-        return f"torch's grouped FP8 GEMM is for {MOST_GROUPS} groups at most on {gpus}"
+        limits = f"compute capability {gpus}, and at most {MOST_GROUPS} groups"
+        return f"torch's grouped GEMM needs {limits}"
     takes_forward_values = "forward" in quantizers.gemms[gemm]
     is_e4m3 = all(q is not None and q.format == "e4m3" for q in quantizers.values(gemm))
     scaled = kernels_of(quantizers)[gemm] in SCALED_AFTERWARDS
     if gemm == "wgrad" or takes_forward_values or not is_e4m3 or not scaled:
-        return "torch's grouped FP8 GEMM takes E4M3 with scales by tensor or row, not for wgrad"
+        return "torch's grouped GEMM takes E4M3 with scales by tensor or row, and not for wgrad"
     return ""
 
 

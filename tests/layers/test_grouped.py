@@ -263,7 +263,7 @@ def test_in_fp8_may_be_switched_off_and_on() -> None:
 def test_a_backend_without_grouped_gemms_has_groups_emulated_with_the_reason() -> None:
     plan = planned("block", "torch", H100)
     plan = plan.for_layers({"linear": (128, 128), "up": (IN, OUT)}, grouped={"up": 4})
-    assert "up: block, torch's grouped FP8 GEMM takes E4M3" in " ".join(plan.reasons)
+    assert "up: block, torch's grouped GEMM takes E4M3" in " ".join(plan.reasons)
     assert plan.layer("linear").backend is None
     built = build_backend(plan)
     layer = built.grouped_linear("up", 4, IN, OUT, False)

@@ -109,7 +109,11 @@ def test_linears_of_others_are_converted_where_their_forward_is_one_and_stay_wha
     [
         (lambda: nn.Sequential(Plain(32, 32)), {}, r"in FP8 \(0: a Plain .*also=\(Plain,\)"),
         (MLP, {"exclude": "*"}, r"in FP8 \(up and 1 more: excluded by the pattern"),
-        (lambda: MLP(20, 24), {}, r"in FP8 \(up: 20 in features, not divisible by 16; down: 24"),
+        (
+            lambda: MLP(20, 24),
+            {},
+            r"in FP8 \(up: 20 in features and 24 out features, not divisible by 16; down: 24",
+        ),
         (lambda: nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), {}, "head = false"),
         (of_others, {"also": (Scratch, nn.Conv2d)}, "also: no layer of this model is a Conv2d"),
         (lambda: nn.Sequential(nn.LayerNorm(32)), {"also": nn.LayerNorm}, r"no parameter `weight`"),

@@ -1575,7 +1575,7 @@ def test_recipes_are_in_the_order_of_what_runs_them():
 
 def test_strict_refuses_to_emulate_a_grouped_linear() -> None:
     plan = resolve("block", H100, "torch", strict=True)
-    with pytest.raises(UserError, match="experts does not run as asked: torch's grouped FP8 GEMM"):
+    with pytest.raises(UserError, match="experts does not run as asked: torch's grouped GEMM"):
         plan.for_layers({"experts": (64, 64)}, grouped={"experts": 4})
 
 
@@ -1616,9 +1616,11 @@ def test_a_grouped_linear_works_for_the_tokens_of_all_its_groups() -> None:
     assert up.to_json()["groups"] == 8
 
 
-TAKES = "in high precision: torch's grouped FP8 GEMM takes E4M3"
-DGRAD_TOO = f"dgrad and wgrad {TAKES} with scales by tensor or row, not for wgrad"
-PLACES = "torch's grouped FP8 GEMM is for 1023 groups at most on 9.0 or 10.x: emulated"
+TAKES = "in high precision: torch's grouped GEMM takes E4M3"
+DGRAD_TOO = f"dgrad and wgrad {TAKES} with scales by tensor or row, and not for wgrad"
+PLACES = (
+    "torch's grouped GEMM needs compute capability 9.0 or 10.x, and at most 1023 groups: emulated"
+)
 
 
 @pytest.mark.parametrize(
@@ -1630,13 +1632,13 @@ PLACES = "torch's grouped FP8 GEMM is for 1023 groups at most on 9.0 or 10.x: em
         ("current", H100, "torch", None, DGRAD_TOO),
         ("delayed", B200, "torch", None, DGRAD_TOO),
         ("rowwise", H100, "torch", None, f"wgrad {TAKES}"),
-        ("nvfp4_forward_high", B200, "torch", "emulate", "torch's grouped FP8 GEMM takes E4M3"),
+        ("nvfp4_forward_high", B200, "torch", "emulate", "torch's grouped GEMM takes E4M3"),
         (changed("rowwise", backward="high_precision"), H100, "torch", None, ""),
         (
             changed("rowwise", weight={"dgrad": "forward"}),
             *(H100, "torch", None, f"dgrad and wgrad {TAKES}"),
         ),
-        ("mxfp8", B200, "torch", "emulate", "torch's grouped FP8 GEMM takes E4M3"),
+        ("mxfp8", B200, "torch", "emulate", "torch's grouped GEMM takes E4M3"),
         ("current", L4, "torch", "emulate", PLACES),
         ("rowwise", RTX5090, "torch", "emulate", PLACES),
         ("current", CPU, "torch", "emulate", PLACES),
@@ -1658,7 +1660,7 @@ def test_more_groups_than_torchs_kernel_takes_are_emulated(groups, runs) -> None
     if runs:
         assert layer.why == PLACES
         strict = resolve("rowwise", H100, "torch", strict=True)
-        with pytest.raises(UserError, match="up does not run as asked: torch's grouped FP8 GEMM"):
+        with pytest.raises(UserError, match="up does not run as asked: torch's grouped GEMM"):
             strict.for_layers({"up": (16, 16)}, grouped={"up": groups})
 
 
