@@ -50,6 +50,17 @@ def test_flags_and_the_run_file_win_and_a_preset_is_not_given(tmp_path):
     assert parse_config(None, {"model": "gpt2-124m", "steps": 10**5}).warmup_steps == 715
 
 
+def test_a_key_that_no_longer_exists_is_named_and_ignored(tmp_path, capsys):
+    run_config._tell_removed.cache_clear()
+    (tmp_path / "run.toml").write_text("steps = 7\nsave_fp8 = false\n")
+    assert parse_config(str(tmp_path / "run.toml"), {}) == RunConfig(steps=7)
+    assert capsys.readouterr().err == "save_fp8 no longer exists and is ignored.\n"
+    assert parse_config(None, {}, ["save_fp8=true"]) == RunConfig()
+    assert capsys.readouterr().err.endswith(
+        "ignored: --activation-checkpointing selective saves more memory.\n"
+    )
+
+
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 32), (8, 4), (64, 1), (3, 32)])
 def test_ranks_share_the_micro_batches_of_a_preset(ranks, accumulate):
     config = for_ranks(parse_config(None, {"model": "gpt2-124m"}), ranks)
