@@ -30,7 +30,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import fused_casts, variants
 from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
-from fp8stack.layers.kernels.weight_casts import KeptWeights
+from fp8stack.layers.kernels.weight_casts import BatchedCast
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
 from fp8stack.model.loss import head_loss
 from fp8stack.numerics import cast_to_fp8
@@ -161,7 +161,7 @@ def casts(shapes: Shapes) -> Iterator[Case]:
         masters = [shapes.random(*size, dtype=FLOAT32) for size in weights]
         if kind == "bf16":
             return partial(torch._foreach_copy_, [w.bfloat16() for w in masters], masters)
-        copies, scales = KeptWeights(masters, Quantizer()), torch.ones(len(weights)).cuda()
+        copies, scales = BatchedCast(masters, Quantizer()), torch.ones(len(weights)).cuda()
         arguments = (scales, torch.zeros_like(scales)) if kind == "delayed" else ()
         return holding(masters, partial(copies.cast, *arguments))
 
