@@ -95,7 +95,7 @@ def test_debug_steps_of_a_saved_run_is_ignored_and_of_a_user_refused(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("steps = 3\ndebug_steps = 0\n")
     assert parse_config(str(file), {}).steps == 3
-    assert RunConfig(**{"steps": 3, "debug_steps": 2}).steps == 3  # as in a checkpoint
+    assert RunConfig.model_validate({"steps": 3, "debug_steps": 2}).steps == 3  # as in a checkpoint
     message = "debug_steps is gone, with debug.jsonl. Leave it out: metrics.jsonl has"
     assert message in refusal(parse_config, None, {"debug_steps": 2})
     assert message in refusal(parse_config, None, {}, ["debug_steps=2"])

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from fp8stack.model.gpt import GPT
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Live(TorchDispatchMode):
     """Counts the live bytes of storages that operators allocated in this mode, and their peak.
     Views of parameters allocate nothing."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._held: dict[int, tuple[Any, int]] = {}
         self.peak = 0
 
@@ -35,7 +35,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for place, storage in _storages(out).items():
             if place not in before:
-                reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                reference: Any = StorageWeakRef(storage)
                 self._held[place] = reference, storage.nbytes()
         self.peak = max(self.peak, self.now())
         return out
