@@ -321,7 +321,7 @@ def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
 def _short(words: list[str]) -> list[str]:
     """The options of a scenario's quick form."""
     options = {"reliability": ["--short", "--only=R3"], "startup": ["--rounds=2"]}
-    options["gpu"] = ["--quick", *(["--part=1"] if "--dry-run" in words else [])]
+    options["gpu"] = ["--part=1"] if "--dry-run" in words else []
     options["golden"] = []
     options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
     timed = ("emulation", "step", "grid")
