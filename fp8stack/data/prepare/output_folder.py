@@ -110,7 +110,7 @@ class OutputFolder:
         return manifest
 
     def progress(self) -> dict[str, Any]:
-        """What the last whole shard recorded; empty if there is none."""
+        """The record of the last whole shard; empty if there is none."""
         try:
             content = json.loads(self.progress_path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
