@@ -1,4 +1,4 @@
-"""Preparations in this process, and what a plain loop makes of the same documents."""
+"""Preparations in this process, and the documents of a plain loop to compare them with."""
 
 from __future__ import annotations
 

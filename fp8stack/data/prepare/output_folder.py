@@ -110,7 +110,7 @@ class OutputFolder:
         return manifest
 
     def progress(self) -> dict[str, Any]:
-        """What the last whole shard recorded; empty if there is none."""
+        """The record of the last whole shard; empty if there is none."""
         try:
             content = json.loads(self.progress_path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -148,6 +148,29 @@ class OutputFolder:
                     f"{_shown(before)}, now {_shown(now)}. Give the same command to continue, "
                     "another --out, or --overwrite."
                 )
+
+    def require_same(
+        self,
+        manifest: Mapping[str, Any],
+        settings: Settings,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """Raise a UserError unless the finished folder has these settings, inputs and tokenizer;
+        None is one that would be trained."""
+        self.require_settings(manifest["settings"], settings)
+        name, earlier = quoted(str(self.path)), manifest["tokenizer"]
+        if manifest["inputs"] != describe_inputs(settings.inputs, sources):
+            raise UserError(
+                f"The inputs have changed since {name} was prepared. Give another --out, or "
+                "prepare them again with --overwrite."
+            )
+        identity = [earlier["sha256"], earlier["end_of_text"]]
+        if tokenizer is not None and [tokenizer.sha256, tokenizer.end_of_text] != identity:
+            raise UserError(
+                f"{name} was prepared with another tokenizer of that name. Give another --out, or "
+                "prepare it again with --overwrite."
+            )
 
     def require_empty(self) -> None:
         """Raise a UserError if there are files other than hidden ones."""

@@ -9,13 +9,13 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple
 
-from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.errors import UserError
 from fp8stack.common.hub import fetch_tokenizer
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
 from fp8stack.common.version import __version__
 from fp8stack.data.prepare.inputs import Settings, Source, find_sources
-from fp8stack.data.prepare.output_folder import OutputFolder, describe_inputs, manifest_of, summary
+from fp8stack.data.prepare.output_folder import OutputFolder, manifest_of, summary
 from fp8stack.data.prepare.readers import Text, read
 from fp8stack.data.prepare.shards import Writer
 from fp8stack.data.prepare.train_bpe import train_bpe
@@ -46,7 +46,7 @@ def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
             folder.clear()
         manifest, speed = folder.manifest(), ""
         if manifest is not None:
-            _require_same(folder, settings, sources, tokenizer, manifest)
+            folder.require_same(manifest, settings, sources, tokenizer)
             folder.remove_scratch()
             say(f"{settings.out} is finished already.")
         else:
@@ -63,31 +63,6 @@ def _load(settings: Settings) -> Tokenizer:
     if name.startswith("hf:"):
         name = str(fetch_tokenizer(name))
     return load_tokenizer(name, settings.end_of_text)
-
-
-def _require_same(
-    folder: OutputFolder,
-    settings: Settings,
-    sources: Sequence[Source],
-    tokenizer: Tokenizer | None,
-    manifest: dict[str, Any],
-) -> None:
-    """Raise a UserError unless a finished folder has these settings, inputs and tokenizer."""
-    folder.require_settings(manifest["settings"], settings)
-    name, earlier = quoted(str(settings.out)), manifest["tokenizer"]
-    if manifest["inputs"] != describe_inputs(settings.inputs, sources):
-        raise UserError(
-            f"The inputs have changed since {name} was prepared. Give another --out, or prepare "
-            "them again with --overwrite."
-        )
-    if tokenizer is not None and (tokenizer.sha256, tokenizer.end_of_text) != (
-        earlier["sha256"],
-        earlier["end_of_text"],
-    ):
-        raise UserError(
-            f"{name} was prepared with another tokenizer of that name. Give another --out, or "
-            "prepare it again with --overwrite."
-        )
 
 
 def _prepare(

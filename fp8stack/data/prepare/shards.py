@@ -30,7 +30,7 @@ class SplitWriter:
         self._tokens = self._documents = 0  # of the open shard
 
     def place(self) -> dict[str, Any]:
-        """What was written, as JSON data, once the disk holds it."""
+        """The end of what was written, as JSON data, once it is on the disk."""
         if self._tokens or self._documents:
             self._flush()
         return {
@@ -129,7 +129,7 @@ class Writer:
         return sum(len(split.shards) for split in self.splits.values())
 
     def place(self) -> dict[str, Any]:
-        """What was written, as JSON data, once the disk holds it."""
+        """The end of what was written, as JSON data, once it is on the disk."""
         places = {name: split.place() for name, split in self.splits.items()}
         return {"counts": dict(self.counts), "splits": places}
 
