@@ -117,6 +117,9 @@ def _takes_products(layer: nn.Module) -> bool:
         return False
     if _has_hooks(layer):
         return False
-    casts = [layer.quantizers[name].joint_cast for name in ("input", "grad_output")]
+    casts = [
+        getattr(layer.quantizers[name], "joint_cast", None)  # the emulator has none
+        for name in ("input", "grad_output")
+    ]
     kinds = {ScaleLayout.PER_TENSOR, *BLOCK_KERNELS}
     return all(cast is not None and cast.kind in kinds for cast in casts)

@@ -194,9 +194,10 @@ class TorchOperand(EmulatedOperand):
         is_saved = across and self.name != "grad_output"
         if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
             return copy
-        if cast is None and not is_saved:
+        dtype = quantizer.element.dtype
+        if dtype is None or (cast is None and not is_saved):
             return copy
-        data = copy.values.to(quantizer.element.dtype)
+        data = copy.values.to(dtype)
         if cast is None:
             return copy._replace(values=data)
         assert copy.factor is not None
