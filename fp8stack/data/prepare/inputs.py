@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.files import SNIFFED_BYTES, is_saved, status_of, walk
 from fp8stack.data.prepare.unpacked import opened, unpacked_suffix
 from fp8stack.data.tokenizer.base import END_OF_TEXT
@@ -150,10 +151,10 @@ def _source(path: Path, input_index: int) -> Source:
         with opened(path) as (stream, _):
             at = stream.read(SNIFFED_BYTES).find(b"\0")
         if at >= 0:
+            pattern = f"*{path.suffix}" if path.suffix else path.name
             raise UserError(
                 f"{quoted(str(path))} looks binary: byte {at} is NUL. Leave it out, in a folder by "
-                f"--exclude {quoted(repr('*' + path.suffix))}; text in UTF-16 needs a byte order "
-                "mark."
+                f"--exclude {shell_quoted(pattern)}; text in UTF-16 needs a byte order mark."
             )
     return Source(
         path=str(path),

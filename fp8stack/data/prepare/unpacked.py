@@ -50,6 +50,6 @@ def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
                 f"Cannot read {quoted(str(path))}: {error.strerror}. Check its permissions."
             ) from error
         raise UserError(
-            f"{quoted(str(path))} is cut short or damaged ({quoted(str(error))}). Download it "
-            "again, and give the same command again."
+            f"{quoted(str(path))} is cut short or damaged ({quoted(str(error))}). Download or "
+            "unpack it, and give the same command again."
         ) from error

@@ -141,6 +141,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths_and_files_are_chosen_by_patt
         require(out, texts, share=0.0)
         assert manifest["inputs"][1]["files"] == 1
         out.rename(tmp_path / out.name)
+    assert "--exclude '*.png'" in refusal(folder, out=folder / "out")
     message = refusal(folder, out=folder / "out", include=("*.csv",))
     assert "leave nothing of the folder" in message
     assert "the first of its 6 files is a.md" in message
