@@ -197,6 +197,14 @@ def test_both_directions_equal_one_after_the_other(pair):
                 assert_same(rounded, (alone.values.numpy(), alone.factor))
 
 
+def test_short_rows_in_a_tile_that_is_wider_equal_those_of_one_result():
+    x = uneven(64, 64).bfloat16()
+    quantizers = Quantizer(block=(1, 32)), Quantizer(block=(128, 128))  # a tile has 128 columns
+    for rounded, quantizer, dim in zip(round_both(x, *quantizers), quantizers, (1, 0), strict=True):
+        alone = round_to(x, quantizer, dim)
+        assert_same(rounded, (alone.values.numpy(), alone.factor))
+
+
 def test_alike_quantizers_share_their_passes(monkeypatch):
     x = uneven(64, 128)
     called = Mock(wraps=fused.round)
