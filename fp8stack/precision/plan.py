@@ -264,26 +264,14 @@ class Plan:
     @property
     def fp8_share(self) -> float:
         """The share of FP8 in the multiplications of all GEMMs with weights, in both passes."""
-        return self._share_of(sum(layer.fp8_work for layer in self.layers))
-
-    @property
-    def forward_share(self) -> float:
-        """The share of FP8 in the forward pass alone."""
-        is_served = self.has_quantized_weights
-        tables = [(layer.work, layer.quantizers) for layer in self.layers if layer.quantizers]
-        return self._share_of(sum(w for w, t in tables if t.input and (t.weight or is_served)))
-
-    def _share_of(self, work: float) -> float:
-        total = sum(layer.work for layer in self.layers) + self.work_outside_linears
-        return work / total if total else 0.0
+        return plan_text.share(self, [layer.fp8_work for layer in self.layers])
 
     def layer(self, name: str) -> LayerPlan:
         """The decision for the layer `name`, or for the grouped linear of the group
         `<path>.<number>`."""
         path, _, number = name.rpartition(".")
-        group_of = path if number.isdigit() else None
-        layers = self.layers
-        return next(la for la in layers if la.name == name or (la.groups and la.name == group_of))
+        names = {name, path} if number.isdigit() else {name}
+        return next(la for la in self.layers if la.name in names and (la.groups or la.name == name))
 
     @property
     def notes(self) -> list[str]:

@@ -108,12 +108,25 @@ def _formats(plan: Plan) -> str:
     return " and ".join(sorted(names))
 
 
+def share(plan: Plan, work: Iterable[float]) -> float:
+    """The share of `work`, multiplications per token, in all of one GEMM with weights per layer."""
+    total = sum(layer.work for layer in plan.layers) + plan.work_outside_linears
+    return sum(work) / total if total else 0.0
+
+
+def forward_share(plan: Plan) -> float:
+    """The share of FP8 in the multiplications of a forward pass."""
+    layers = [(layer.work, layer.quantizers) for layer in plan.layers if layer.quantizers]
+    served = plan.has_quantized_weights
+    return share(plan, [work for work, of in layers if of.input and (of.weight or served)])
+
+
 def _headline(plan: Plan, forward: bool) -> str:
-    share = plan.forward_share if forward else plan.fp8_share
-    percent = f"{100 * share:.0f}"
-    if percent == "100" and share < 1:
+    in_fp8 = forward_share(plan) if forward else plan.fp8_share
+    percent = f"{100 * in_fp8:.0f}"
+    if percent == "100" and in_fp8 < 1:
         percent = ">99"
-    if percent == "0" and share > 0:
+    if percent == "0" and in_fp8 > 0:
         percent = "<1"
     linears = [layer.fp8 for layer in plan.layers if not layer.groups]
     groups = [layer.fp8 for layer in plan.layers if layer.groups]

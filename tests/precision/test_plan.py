@@ -22,6 +22,7 @@ from fp8stack.precision import (
     assumed,
     auto_recipe,
     load_recipe,
+    plan_text,
     recipe_from_json,
     resolve,
     rules,
@@ -1433,7 +1434,7 @@ def test_the_summary_counts_fp8_work_and_says_why_the_head_is_not(machine):
 )
 def test_a_gemm_that_is_not_quantized_is_no_work_in_fp8(recipe, gemms, forward, formats):
     plan = resolve(recipe, CPU).for_layers({"a": (64, 32), "b": (64, 64)}, heads=())
-    assert (plan.fp8_share, plan.forward_share) == (gemms / 3, forward)
+    assert (plan.fp8_share, plan_text.forward_share(plan)) == (gemms / 3, forward)
     percent = {3: "100", 2: "67", 1: "33"}[gemms]
     linears = "% of GEMM FLOPs (2 of 2 linears)"
     assert plan.summary()[-1] == f"{formats}: {percent} {linears}"

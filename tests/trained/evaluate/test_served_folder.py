@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack.model.config import load_config
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, plan_text
 from fp8stack.trained.evaluate.divergence import divergence_sum
 from fp8stack.trained.evaluate.served_folder import is_folder, served_folder
 from fp8stack.trained.export import write_export
@@ -76,7 +76,7 @@ def test_a_folder_is_served_as_the_recipe_of_its_scheme(runs, export, recipe, sc
     assert agree(runs[recipe], "fp32", p).kl > 1e-5
     assert result.plans[1].precision == f"{result.recipes[1]}-emulated"
     assert "lm_head" not in result.layers
-    shares = [plan.forward_share for plan in result.plans]
+    shares = [plan_text.forward_share(plan) for plan in result.plans]
     assert shares[1] == shares[0] > 0.5
 
 
