@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack import numerics
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand, Quantizers
@@ -91,7 +90,7 @@ class LayerDraws:
         self.first_stream = self.stream if isinstance(stream, list) else stream
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
-        """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
+        """Random bits for the rowwise or, if `across`, the columnwise copy of an operand of `rows`
         rows, those of all groups; of groups, the stream is a vector. Each rank draws the bits of
         its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self.first_stream
@@ -131,36 +130,25 @@ class OperandQuantizers:
 
     Attributes:
         name: the operand.
-        along: the quantizer of the row copy, whose columns a GEMM reduces over; None: high
+        rowwise: the quantizer of the rowwise copy, whose columns a GEMM reduces over; None: high
             precision.
-        across: the quantizer of the column copy; "forward": the column copy takes the values of the
-            row copy.
-        slot, slot_across: their slots in the amax history, if they are delayed.
+        columnwise: the quantizer of the columnwise copy; "forward": the columnwise copy takes the
+            values of the rowwise copy.
+        slot, columnwise_slot: their slots in the amax history, if they are delayed.
         stochastic, stochastic_across: whether they round stochastically.
     """
 
     def __init__(self, name: Operand, operands: LayerOperands) -> None:
         self.name = name
-        self.along = operands.quantizers.along(name)
-        self.across = operands.quantizers.across(name)
+        self.rowwise = operands.quantizers.along(name)
+        self.columnwise = operands.quantizers.across(name)
         self.slot = operands.slots.get((name, False))
-        self.slot_across = operands.slots.get((name, True))
+        self.columnwise_slot = operands.slots.get((name, True))
         self._draws = operands.draws
-        self.stochastic = self.along is not None and self.along.stochastic
-        self.stochastic_across = isinstance(self.across, Quantizer) and self.across.stochastic
-
-    def scale(self, x: Tensor, across: bool, record: bool) -> Tensor | None:
-        """The scale per tensor to cast `x` with, None if the quantizer has several scales. With
-        `record`, the amax of `x` is recorded in delayed scaling."""
-        quantizer, slot = (self.across, self.slot_across) if across else (self.along, self.slot)
-        assert isinstance(quantizer, Quantizer)
-        if slot is not None:
-            if record:
-                slot.record(numerics.amax(x))
-            return slot.scale()
-        if not quantizer.per_tensor or quantizer.hadamard:
-            return None
-        return numerics.current_scale(numerics.amax(x), quantizer)
+        self.stochastic = self.rowwise is not None and self.rowwise.stochastic
+        self.stochastic_across = (
+            isinstance(self.columnwise, Quantizer) and self.columnwise.stochastic
+        )
 
     def bits(self, across: bool, rows: int) -> RandomBits | None:
         """Random bits for one copy of `rows` rows, None if the quantizer is not stochastic."""

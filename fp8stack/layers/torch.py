@@ -100,7 +100,7 @@ class TorchOperand(EmulatedOperand):
     ) -> None:
         super().__init__(name, operands, bf16)
         self.groups = groups
-        along, across, slot_across = self.along, self.across, self.slot_across
+        along, across, slot_across = self.rowwise, self.columnwise, self.columnwise_slot
         if across == "forward":
             across, slot_across = along, self.slot
         rowwise = columnwise = self.joint_cast = None
@@ -159,8 +159,8 @@ class TorchOperand(EmulatedOperand):
         else:
             rows = scaled_copies(x, self, rowwise, False, call)[0]
         if not with_columns:
-            if call.record and self.always_records and self.slot_across is not None:
-                self.slot_across.record(numerics.amax(x))
+            if call.record and self.always_records and self.columnwise_slot is not None:
+                self.columnwise_slot.record(numerics.amax(x))
             return rows, None
         if columnwise is not None:
             call = call._replace(has_bias=False)  # the sums of dy are computed once
@@ -190,7 +190,7 @@ class TorchOperand(EmulatedOperand):
     def _as_bytes(self, copy: Emulated, across: bool) -> Copy:
         """A copy of groups for a scaled GEMM; or, if it is saved and FP8 represents its values, as
         FP8 values for a plain one."""
-        cast, quantizer = self.casts[across], self.across if across else self.along
+        cast, quantizer = self.casts[across], self.columnwise if across else self.rowwise
         is_saved = across and self.name != "grad_output"
         if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
             return copy

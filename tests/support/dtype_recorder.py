@@ -103,8 +103,8 @@ class Recorder(TorchDispatchMode):
                 self._inside -= 1
                 return copies
             path, name = self._paths_of_quantizers[id(operand)], operand.name
-            ways = {name: operand.along, f"{name} across": operand.across}
-            if operand.along == operand.across:  # one cast, however many copies
+            ways = {name: operand.rowwise, f"{name} across": operand.columnwise}
+            if operand.rowwise == operand.columnwise:  # one cast, however many copies
                 del ways[f"{name} across"]
             for way, copy in zip(ways, copies, strict=False):
                 values = getattr(copy, "values", None)

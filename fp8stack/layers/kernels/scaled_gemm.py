@@ -108,7 +108,7 @@ def _swizzled(codes: Tensor) -> Tensor:
 def scaled_pair(
     data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
 ) -> tuple[Scaled, Scaled | None]:
-    """The row copy and the column copy of an operand that was cast with one scale."""
+    """The rowwise and the columnwise copy of an operand that was cast with one scale."""
     rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
     columns = None if transposed is None else rows._replace(data=transposed, sums=None)
     return rows, columns
