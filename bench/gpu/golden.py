@@ -204,7 +204,7 @@ def _cast(device: str, dtype: str, format: str) -> Captured:
     casts = [te_raw.cast(x, torch.tensor(scale), format, transpose=False) for scale in SCALES]
     tensors = {
         "scales": torch.tensor(SCALES),
-        "bytes": torch.stack([quantized.along for quantized, _ in casts]),
+        "bytes": torch.stack([quantized.rowwise for quantized, _ in casts]),
         "inverses": torch.stack([quantized.scales for quantized, _ in casts]),
         "amax": torch.stack([amax for _, amax in casts]),
     }
@@ -223,11 +223,18 @@ def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) ->
 def _quantizer(context: Context, scaling: str, x: str, quantizer: Quantizer) -> Captured:
     context.need_te(scaling)
     quantized = te_raw.quantize(small_matrix(*x.split()).to(context.device), quantizer)
-    tensors = {"bytes along": quantized.along, "scales along": quantized.scales}
+    tensors = {"bytes along": quantized.rowwise, "scales along": quantized.scales}
     # The other copy has the same bytes, transposed, with one scale per tensor or square blocks:
     # `fp8stack conform` compares it.
-    if not quantizer.turns and quantized.across is not None and quantized.scales_across is not None:
-        tensors |= {"bytes across": quantized.across, "scales across": quantized.scales_across}
+    if (
+        not quantizer.turns
+        and quantized.columnwise is not None
+        and quantized.columnwise_scales is not None
+    ):
+        tensors |= {
+            "bytes across": quantized.columnwise,
+            "scales across": quantized.columnwise_scales,
+        }
     return references.quantizer_case(quantizer, f"matrix {x}"), tensors
 
 

@@ -28,7 +28,7 @@ from bench.gpu.facts import HEADLINE, facts, output
 from fp8stack.analysis.benchmark.timing import wait_for
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import fused_casts, variants
-from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from fp8stack.layers.kernels.fused_casts import FusedInput, cast_blocks, cast_product, product_amax
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
 from fp8stack.layers.kernels.weight_casts import BatchedCast
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
@@ -124,18 +124,18 @@ def gemms(shapes: Shapes) -> Iterator[Case]:
                         yield Case(f"{precision} {suffix}", (m, k, n), call, moved, 2.0 * m * k * n)
 
 
-def products(shapes: Shapes) -> Iterator[tuple[str, Callable[[], Product], str, bool, float]]:
+def products(shapes: Shapes) -> Iterator[tuple[str, Callable[[], FusedInput], str, bool, float]]:
     """The products that are cast in a block: name, the product, its format, whether its sums are
     needed, and the bytes of a cast with its transpose."""
     config, rows, random = shapes.config, shapes.rows, shapes.random
     width, hidden, name = config.width, config.hidden, config.activation
     up = hidden * (2 if config.gated else 1)
-    yield "x", lambda: Product("cast", random(rows, width)), "e4m3", False, 4.0 * rows * width
-    dy = lambda: Product("cast", random(rows, width))  # noqa: E731
+    yield "x", lambda: FusedInput("cast", random(rows, width)), "e4m3", False, 4.0 * rows * width
+    dy = lambda: FusedInput("cast", random(rows, width))  # noqa: E731
     yield "dy", dy, "e5m2", config.bias, 4.0 * rows * width
     moved = 2.0 * rows * (up + hidden)
-    yield name, lambda: Product(name, random(rows, up)), "e4m3", False, moved
-    backward = lambda: Product(name, random(rows, up), random(rows, hidden))  # noqa: E731
+    yield name, lambda: FusedInput(name, random(rows, up)), "e4m3", False, moved
+    backward = lambda: FusedInput(name, random(rows, up), random(rows, hidden))  # noqa: E731
     yield f"{name} backward", backward, "e5m2", config.bias, 2.0 * rows * (2 * up + hidden)
 
 
@@ -144,7 +144,7 @@ def casts(shapes: Shapes) -> Iterator[Case]:
     scale = torch.ones((), device=shapes.device)
     for name, make, format, sums, moved in products(shapes):
         size = make().shape
-        options: Row = {"across": True, "sums": sums}
+        options: Row = {"columnwise": True, "sums": sums}
         per_tensor = partial(cast_product, scale=scale, format=format, record=True, **options)
         blocks = partial(cast_blocks, quantizer=BLOCKS, **options)
         for kind, function, bytes in (
@@ -307,14 +307,14 @@ def checked(launch: Call, *pairs: tuple[Tensor, Tensor], share: float = 0.0) -> 
 
 
 def tiled_product(
-    make: Callable[[], Product], format: str, sums: bool, tile: tuple[int, int, int]
+    make: Callable[[], FusedInput], format: str, sums: bool, tile: tuple[int, int, int]
 ) -> Call:
     from fp8stack.layers.kernels.triton_kernels import cast_product as kernel
 
     product, (high, wide, warps) = make(), tile
     x, width, columns = product.x, fused_casts._width(product), product.shape[1]
     scale, exact = torch.ones((), device=x.device), variants.converts_exactly(x.device)
-    outputs: Row = {"across": True, "record": True, "sums": sums}
+    outputs: Row = {"columnwise": True, "record": True, "sums": sums}
     variant = fused_casts.product_variant(product, Quantizer(format=format), exact, **outputs)
     variant = replace(variant, rows=high, columns=wide)
     down, right = -(-len(x) // high), -(-width // wide)

@@ -322,7 +322,7 @@ class Quantizer:
         return self._bf16_represents(scaled=self.blocks is not None)
 
     @property
-    def exact_across_in_bf16(self) -> bool:
+    def columnwise_exact_in_bf16(self) -> bool:
         """`exact_in_bf16`, for a GEMM that takes what fprop had and reduces over its rows: there
         values carry the scales of rows as well."""
         return self._bf16_represents(scaled=not self.per_tensor)

@@ -43,23 +43,23 @@ class Quantizers:
                     "cancel. Give both operands the same"
                 )
         for name in OPERANDS:
-            along = self.along(name)
-            if self.across(name) == "forward" and along is not None and along.hadamard:
+            rowwise = self.rowwise(name)
+            if self.columnwise(name) == "forward" and rowwise is not None and rowwise.hadamard:
                 raise ValueError(
-                    f"{name}: hadamard = {along.hadamard} mixes the forward values that its "
+                    f"{name}: hadamard = {rowwise.hadamard} mixes the forward values that its "
                     "backward GEMM is to take. Use hadamard = 0 or backward = 'high_precision'"
                 )
 
-    def along(self, operand: Operand) -> Quantizer | None:
+    def rowwise(self, operand: Operand) -> Quantizer | None:
         """The quantizer of the copy whose columns its GEMM reduces over: fprop's, and dgrad's
         grad_output."""
         quantizer: Quantizer | None = getattr(self, operand)
         return quantizer
 
-    def across(self, operand: Operand) -> Quantizer | Literal["forward"] | None:
+    def columnwise(self, operand: Operand) -> Quantizer | Literal["forward"] | None:
         """The quantizer of the copy whose rows its GEMM reduces over: wgrad's, and dgrad's
         weight."""
-        quantizer: Quantizer | Literal["forward"] | None = getattr(self, _ACROSS[operand])
+        quantizer: Quantizer | Literal["forward"] | None = getattr(self, _COLUMNWISE[operand])
         return quantizer
 
     @property
@@ -81,8 +81,8 @@ class Quantizers:
         """The quantizers of the operands of some GEMMs, and those whose forward values they take;
         the operands of the other GEMMs have none."""
         fields = {name: getattr(self, name) for gemm in gemms for name in _FIELDS[gemm]}
-        for operand, across in _ACROSS.items():
-            if fields.get(across) == "forward":
+        for operand, columnwise in _COLUMNWISE.items():
+            if fields.get(columnwise) == "forward":
                 fields[operand] = getattr(self, operand)
         return Quantizers(**fields)
 
@@ -91,11 +91,11 @@ class Quantizers:
         """All quantizers by place: `input`, `input.wgrad`, `weight`, `weight.dgrad`, ..."""
         quantizers: dict[str, Quantizer] = {}
         for operand in OPERANDS:
-            along, across = self.along(operand), self.across(operand)
-            if along is not None:
-                quantizers[operand] = along
-            if isinstance(across, Quantizer):
-                quantizers[f"{operand}.{_ACROSS[operand].rpartition('_')[2]}"] = across
+            rowwise, columnwise = self.rowwise(operand), self.columnwise(operand)
+            if rowwise is not None:
+                quantizers[operand] = rowwise
+            if isinstance(columnwise, Quantizer):
+                quantizers[f"{operand}.{_COLUMNWISE[operand].rpartition('_')[2]}"] = columnwise
         return quantizers
 
     @property
@@ -109,10 +109,12 @@ class Quantizers:
             if "." not in place or quantizer != by_place.get(place.partition(".")[0])
         }
 
-    def turned(self, operand: Operand) -> bool:
+    def reuses_rowwise(self, operand: Operand) -> bool:
         """Whether the second copy of an operand holds the first one's values, transposed."""
-        along, across = self.along(operand), self.across(operand)
-        return across == "forward" or (along == across and (along is None or along.turns))
+        rowwise, columnwise = self.rowwise(operand), self.columnwise(operand)
+        return columnwise == "forward" or (
+            rowwise == columnwise and (rowwise is None or rowwise.turns)
+        )
 
     @property
     def bits(self) -> int:
@@ -138,9 +140,9 @@ class Quantizers:
     @property
     def exact_in_bf16(self) -> bool:
         """Whether all values that the GEMMs multiply have at most 8 significant bits."""
-        again = [self.along(name) for name in OPERANDS if self.across(name) == "forward"]
+        again = [self.rowwise(name) for name in OPERANDS if self.columnwise(name) == "forward"]
         exact = all(q.exact_in_bf16 for q in self.each.values())
-        return exact and all(q is None or q.exact_across_in_bf16 for q in again)
+        return exact and all(q is None or q.columnwise_exact_in_bf16 for q in again)
 
     @property
     def by_bf16_gemms(self) -> bool:
@@ -155,7 +157,7 @@ _FIELDS = {
     "wgrad": ("grad_output_wgrad", "input_wgrad"),
 }
 """The fields of `Quantizers` for the first and the second operand of each GEMM."""
-_ACROSS: dict[str, str] = {
+_COLUMNWISE: dict[str, str] = {
     "input": "input_wgrad",
     "weight": "weight_dgrad",
     "grad_output": "grad_output_wgrad",

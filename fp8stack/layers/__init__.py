@@ -12,14 +12,14 @@ from fp8stack.common.errors import UserError, described
 from fp8stack.layers.backend import Backend, fp8_state, load_fp8_state
 from fp8stack.layers.cudnn import load_cudnn
 from fp8stack.layers.emulate import EmulateBackend
-from fp8stack.layers.operands import Draws
+from fp8stack.layers.operands import RngState
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision.plan import Plan
 
-__all__ = ["Backend", "Draws", "build_backend", "fp8_state", "load_fp8_state"]
+__all__ = ["Backend", "RngState", "build_backend", "fp8_state", "load_fp8_state"]
 
 
-def build_backend(plan: Plan, *, draws: Draws | None = None) -> Backend:
+def build_backend(plan: Plan, *, draws: RngState | None = None) -> Backend:
     """The backend that runs `plan`, with the decisions of `plan.for_layers`.
 
     Args:
@@ -40,7 +40,7 @@ def build_backend(plan: Plan, *, draws: Draws | None = None) -> Backend:
     return backend
 
 
-def _build(plan: Plan, draws: Draws | None) -> Backend:
+def _build(plan: Plan, draws: RngState | None) -> Backend:
     if plan.backend == "te":
         load_cudnn()
         # Imported only if needed: Transformer Engine is optional, and slow to import.

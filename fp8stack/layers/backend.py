@@ -23,7 +23,7 @@ from fp8stack.layers.linear import (
     no_autocast,
     plain_linear,
 )
-from fp8stack.layers.operands import Draws, LayerOperands
+from fp8stack.layers.operands import LayerOperands, RngState
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import ComputeDtype
@@ -65,9 +65,9 @@ class Backend:
     observer: Any = None  # is passed the tensors that are cast, see `observe.observing`
     after_norm = False  # whether a norm computed the input of the linear that is called
 
-    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+    def __init__(self, plan: Plan, *, draws: RngState | None = None) -> None:
         self.plan = plan
-        self.draws = Draws() if draws is None else draws
+        self.draws = RngState() if draws is None else draws
         self.compute_dtype = DTYPES[plan.compute_dtype]
         self.attention_dtype = DTYPES[plan.attention]
         self.residual_dtype = DTYPES[plan.recipe.residual]
@@ -310,7 +310,7 @@ def _require_converted(module: object) -> None:
         )
     if not any(
         isinstance(child, LowPrecisionLayer)
-        or isinstance(getattr(child, "stochastic_rounding", None), Draws)
+        or isinstance(getattr(child, "stochastic_rounding", None), RngState)
         for child in module.modules()
     ):
         raise UserError(
@@ -332,16 +332,16 @@ def _require_tensors(state: object) -> None:
             )
 
 
-_KEEPERS: dict[str, type[DelayedScaling | Draws]] = {
+_KEEPERS: dict[str, type[DelayedScaling | RngState]] = {
     "delayed_scaling": DelayedScaling,
-    "stochastic_rounding": Draws,
+    "stochastic_rounding": RngState,
 }
 """The attributes of a model that hold FP8 state, and their types."""
 
 
-def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Draws]:
+def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | RngState]:
     """The holders of FP8 state in `module`, by the prefix of their names in `fp8_state`."""
-    by_prefix: dict[str, DelayedScaling | Draws] = {}
+    by_prefix: dict[str, DelayedScaling | RngState] = {}
     for path, child in module.named_modules():
         keeper: Any = getattr(child, attribute, None)
         passed_on = any(

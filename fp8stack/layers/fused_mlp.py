@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8stack.layers.kernels.fused_casts import Product
+from fp8stack.layers.kernels.fused_casts import FusedInput
 from fp8stack.layers.kernels.scaled_gemm import BLOCK_KERNELS, ScaleLayout
 from fp8stack.layers.kernels.variants import has_kernel
 from fp8stack.layers.linear import (
@@ -83,7 +83,7 @@ class _MultiplyTwice(torch.autograd.Function):
         of_up = Call(records[0], len(x), up_bias is not None, after_norm=True)
         of_down = Call(records[1], len(x), down_bias is not None, after_norm=True)
         hidden, up_saved, ctx.up = multiply_forward(up, x, up_weight, up_bias, needs[0], of_up)
-        inner = Product(activation, hidden)
+        inner = FusedInput(activation, hidden)
         y, down_saved, ctx.down = multiply_forward(
             down, inner, down_weight, down_bias, needs[1], of_down
         )
@@ -99,7 +99,7 @@ class _MultiplyTwice(torch.autograd.Function):
         with no_autocast(dy.device.type):
             of_down = multiply_backward(ctx.down, dy, tuple(saved[ctx.split :]))
             if of_down[0] is not None:
-                gradient = Product(ctx.activation, hidden, of_down[0])
+                gradient = FusedInput(ctx.activation, hidden, of_down[0])
                 of_up = multiply_backward(ctx.up, gradient, tuple(saved[: ctx.split]))
         return *of_up, *of_down[1:], None, None, None, None, None
 

@@ -36,7 +36,7 @@ _BLOCK_ROWS = {
 def is_gathered_in_fp8(operand: Any, rows: int, ranks: int) -> bool:
     """Whether a weight of `rows` rows, sharded over ranks, is gathered in FP8."""
     cast = operand.joint_cast
-    if cast is None or operand.stochastic or cast.across != cast.quantizer:
+    if cast is None or operand.stochastic or cast.columnwise != cast.quantizer:
         return False
     block_rows = None if cast.quantizer.hadamard else _BLOCK_ROWS.get(cast.kind)
     return block_rows is not None and -(-rows // ranks) % block_rows == 0
@@ -86,7 +86,7 @@ def cast_per_tensor(operand: Any, rows: Tensor, record: bool) -> WeightTensors:
     are float8 [rows, in] and the scale."""
     slot, quantizer = operand.slot, operand.joint_cast.quantizer
     scale = operand.shared if slot is None else slot.scale()
-    data, _, amax = cast_transpose(rows, scale, quantizer.format, across=False, record=record)
+    data, _, amax = cast_transpose(rows, scale, quantizer.format, columnwise=False, record=record)
     if slot is not None and amax is not None:
         slot.record(amax)  # of this shard: updates take the maximum over ranks
     return WeightTensors([data], [scale], quantizer)
@@ -104,24 +104,24 @@ def cast_in_blocks(
     if kind is ScaleLayout.PER_ROW:
         # One more row has the amaxes of the full weight's columns.
         rows = torch.cat([rows, column_amaxes[None]])
-        across, scales_across = numerics.quantize(rows, quantizer, 0)[:2]
-        return [data, scales, across[:-1]], [scales_across]
-    across, scales_across = numerics.quantize(rows, quantizer, 0)[:2]
-    return [data, scales, across, scales_across], []
+        columnwise, columnwise_scales = numerics.quantize(rows, quantizer, 0)[:2]
+        return [data, scales, columnwise[:-1]], [columnwise_scales]
+    columnwise, columnwise_scales = numerics.quantize(rows, quantizer, 0)[:2]
+    return [data, scales, columnwise, columnwise_scales], []
 
 
 def copies_of_gathered(
     tensors: list[Tensor], operand: Any, with_columns: bool
 ) -> tuple[Scaled, Scaled | None]:
     """The rowwise and, if needed, the columnwise copy of a weight, from its gathered tensors."""
-    kind, across = operand.joint_cast.kind, tensors[2:]
+    kind, columnwise = operand.joint_cast.kind, tensors[2:]
     if kind is ScaleLayout.PER_TENSOR:
         data, scale = tensors
         return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, None)
     rows = Scaled(tensors[0], pack_scales(tensors[1], kind), kind)
     if not with_columns:
         return rows, None
-    data, scales = across or tensors
+    data, scales = columnwise or tensors
     transposed: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
     scales = scales.view(-1, 1) if kind is ScaleLayout.PER_ROW else scales.t()
     return rows, Scaled(transposed, pack_scales(scales, kind), kind)

@@ -18,7 +18,7 @@ from fp8stack.numerics import RandomBits
 from fp8stack.numerics.amax_history import moved
 
 
-class Draws:
+class RngState:
     """The number of backward passes of each layer with stochastic rounding; each pass draws other
     bits. The counters are part of `fp8_state`, so that a resumed run draws the same bits as an
     uninterrupted one.
@@ -29,11 +29,11 @@ class Draws:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.layers: dict[str, LayerDraws] = {}
+        self.layers: dict[str, LayerRngState] = {}
 
-    def layer(self, path: str, groups: int = 0) -> LayerDraws:
+    def layer(self, path: str, groups: int = 0) -> LayerRngState:
         """The counter of the layer at a module path, of a grouped linear if it has `groups`."""
-        return self.layers.setdefault(path, LayerDraws(self.seed, path, groups))
+        return self.layers.setdefault(path, LayerRngState(self.seed, path, groups))
 
     def move(self, device: torch.device) -> None:
         """Move the counters to `device`; to meta only while they are 0, which they are again when
@@ -74,7 +74,7 @@ class Draws:
             layer.counter.copy_(state[f"{path}.draws"])
 
 
-class LayerDraws:
+class LayerRngState:
     """The random bits of one layer; `counter` is its number of backward passes: int64, 0-dim.
     A group of a grouped linear draws the bits of a linear at `<path>.<group>`."""
 
@@ -89,12 +89,12 @@ class LayerDraws:
             self.stream = torch.tensor(stream, device="cpu")
         self.first_stream = self.stream if isinstance(stream, list) else stream
 
-    def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
-        """Random bits for the rowwise or, if `across`, the columnwise copy of an operand of `rows`
-        rows, those of all groups; of groups, the stream is a vector. Each rank draws the bits of
-        its own rows of the global batch."""
+    def bits(self, name: Operand, columnwise: bool, rows: int) -> RandomBits:
+        """Random bits for the rowwise or the columnwise copy of an operand of `rows` rows, those of
+        all groups; of groups, the stream is a vector. Each rank draws the bits of its own rows of
+        the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self.first_stream
-        stream = stream ^ (_STREAMS[name] + across)
+        stream = stream ^ (_STREAMS[name] + columnwise)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
         return RandomBits(self._seed, stream, self.counter, first_row)
 
@@ -112,7 +112,7 @@ class LayerOperands:
     (`draws`) of its stochastic ones."""
 
     def __init__(
-        self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerDraws | None = None
+        self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerRngState | None = None
     ) -> None:
         self.quantizers = quantizers
         self.slots = slots or {}
@@ -135,24 +135,24 @@ class OperandQuantizers:
         columnwise: the quantizer of the columnwise copy; "forward": the columnwise copy takes the
             values of the rowwise copy.
         slot, columnwise_slot: their slots in the amax history, if they are delayed.
-        stochastic, stochastic_across: whether they round stochastically.
+        stochastic, columnwise_stochastic: whether they round stochastically.
     """
 
     def __init__(self, name: Operand, operands: LayerOperands) -> None:
         self.name = name
-        self.rowwise = operands.quantizers.along(name)
-        self.columnwise = operands.quantizers.across(name)
+        self.rowwise = operands.quantizers.rowwise(name)
+        self.columnwise = operands.quantizers.columnwise(name)
         self.slot = operands.slots.get((name, False))
         self.columnwise_slot = operands.slots.get((name, True))
         self._draws = operands.draws
         self.stochastic = self.rowwise is not None and self.rowwise.stochastic
-        self.stochastic_across = (
+        self.columnwise_stochastic = (
             isinstance(self.columnwise, Quantizer) and self.columnwise.stochastic
         )
 
-    def bits(self, across: bool, rows: int) -> RandomBits | None:
+    def bits(self, columnwise: bool, rows: int) -> RandomBits | None:
         """Random bits for one copy of `rows` rows, None if the quantizer is not stochastic."""
-        if not (self.stochastic_across if across else self.stochastic):
+        if not (self.columnwise_stochastic if columnwise else self.stochastic):
             return None
         assert self._draws is not None
-        return self._draws.bits(self.name, across, rows)
+        return self._draws.bits(self.name, columnwise, rows)

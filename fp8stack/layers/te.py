@@ -39,7 +39,7 @@ from fp8stack.layers.grouped_te import TEGroupedLinear
 from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.kernels.attention import Mask
 from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast
-from fp8stack.layers.operands import Draws, LayerOperands
+from fp8stack.layers.operands import LayerOperands, RngState
 from fp8stack.precision.fp8_attention import FP8_ATTENTION, SEQUENCE_MULTIPLE
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -297,7 +297,7 @@ class TEBackend(Backend):
     compiles_whole = False
     delayed_scaling = TEDelayedScaling
 
-    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+    def __init__(self, plan: Plan, *, draws: RngState | None = None) -> None:
         super().__init__(plan, draws=draws)
         quantizers = plan.recipe.quantizers
         assert quantizers is not None

@@ -35,7 +35,7 @@ from fp8stack.layers.gathered_weights import (
     share_amaxes,
 )
 from fp8stack.layers.grouped import GroupedSize, QuantizedGroupedLinear
-from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from fp8stack.layers.kernels.fused_casts import FusedInput, cast_blocks, cast_product, product_amax
 from fp8stack.layers.kernels.grouped_gemm import Groups
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import (
@@ -50,7 +50,7 @@ from fp8stack.layers.kernels.scaled_gemm import (
 )
 from fp8stack.layers.kernels.variants import has_kernel, transpose_bytes
 from fp8stack.layers.linear import Call, QuantizedLayer, QuantizedLinear, Size
-from fp8stack.layers.operands import Draws, LayerOperands, castable
+from fp8stack.layers.operands import LayerOperands, RngState, castable
 from fp8stack.layers.weight_cache import BatchedCasts, is_castable_in_batch
 from fp8stack.layers.weight_changes import (
     CachedWeight,
@@ -100,21 +100,26 @@ class TorchOperand(EmulatedOperand):
     ) -> None:
         super().__init__(name, operands, bf16)
         self.groups = groups
-        along, across, slot_across = self.rowwise, self.columnwise, self.columnwise_slot
-        if across == "forward":
-            across, slot_across = along, self.slot
-        rowwise = columnwise = self.joint_cast = None
+        rowwise, columnwise, columnwise_slot = self.rowwise, self.columnwise, self.columnwise_slot
+        if columnwise == "forward":
+            columnwise, columnwise_slot = rowwise, self.slot
+        rowwise_cast = columnwise_cast = self.joint_cast = None
         is_scaled = [gemm not in plain_gemms for gemm in _GEMMS_OF[name]]
         if is_scaled[0]:
-            assert along is not None
-            rowwise = _scaled_cast(along, self.slot, across)
+            assert rowwise is not None
+            rowwise_cast = _scaled_cast(rowwise, self.slot, columnwise)
         if is_scaled[1]:
-            assert across is not None
-            quantizer = replace(across, hadamard=0)
-            columnwise = _scaled_cast(quantizer, slot_across, across, with_rows=False)
-        self.casts = rowwise, columnwise
-        if rowwise and columnwise and not groups and _alike_but_for_hadamard(along, across):
-            self.joint_cast = rowwise
+            assert columnwise is not None
+            quantizer = replace(columnwise, hadamard=0)
+            columnwise_cast = _scaled_cast(quantizer, columnwise_slot, columnwise, with_rows=False)
+        self.casts = rowwise_cast, columnwise_cast
+        if (
+            rowwise_cast
+            and columnwise_cast
+            and not groups
+            and _alike_but_for_hadamard(rowwise, columnwise)
+        ):
+            self.joint_cast = rowwise_cast
         self.cached_weight: CachedWeight | None = None
         self.shared = torch.ones(())
         self.layer: Any = None
@@ -129,7 +134,7 @@ class TorchOperand(EmulatedOperand):
         return self.joint_cast is not None and self.joint_cast.kind in kinds
 
     def cast(
-        self, x: Tensor | Product | Groups, with_columns: bool, call: Call
+        self, x: Tensor | FusedInput | Groups, with_columns: bool, call: Call
     ) -> tuple[Copy, Copy | None]:
         """See `GemmOperand.cast`; the copies of a weight are cached until it changes."""
         cached = self.cached_weight
@@ -139,7 +144,7 @@ class TorchOperand(EmulatedOperand):
         if self.joint_cast is not None:
             assert not isinstance(x, Groups)
             return scaled_copies(x, self, self.joint_cast, with_columns, call)
-        assert not isinstance(x, Product)
+        assert not isinstance(x, FusedInput)
         if self.groups:
             rows, columns = super().cast(x, with_columns, call)
             return self._as_bytes(rows, False), columns and self._as_bytes(columns, True)
@@ -187,11 +192,11 @@ class TorchOperand(EmulatedOperand):
                 return True
         return cached.version == version_of(weight_matrix(self.layer))
 
-    def _as_bytes(self, copy: Emulated, across: bool) -> Copy:
+    def _as_bytes(self, copy: Emulated, columnwise: bool) -> Copy:
         """A copy of groups for a scaled GEMM; or, if it is saved and FP8 represents its values, as
         FP8 values for a plain one."""
-        cast, quantizer = self.casts[across], self.columnwise if across else self.rowwise
-        is_saved = across and self.name != "grad_output"
+        cast, quantizer = self.casts[columnwise], self.columnwise if columnwise else self.rowwise
+        is_saved = columnwise and self.name != "grad_output"
         if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
             return copy
         dtype = quantizer.element.dtype
@@ -201,20 +206,20 @@ class TorchOperand(EmulatedOperand):
         if cast is None:
             return copy._replace(values=data)
         assert copy.factor is not None
-        if across:  # of a weight: [groups, in, out], which has to be contiguous
+        if columnwise:  # of a weight: [groups, in, out], which has to be contiguous
             data = data.transpose(-2, -1).contiguous()
         return Scaled(data, copy.factor, cast.kind, offs=copy.offs)
 
 
-def _alike_but_for_hadamard(along: Quantizer | None, across: Quantizer | None) -> bool:
+def _alike_but_for_hadamard(rowwise: Quantizer | None, columnwise: Quantizer | None) -> bool:
     """Whether the quantizers are equal up to their Hadamard transforms."""
-    if along is None or across is None:
-        return along is across
-    return replace(along, hadamard=across.hadamard) == across
+    if rowwise is None or columnwise is None:
+        return rowwise is columnwise
+    return replace(rowwise, hadamard=columnwise.hadamard) == columnwise
 
 
 def _scaled_cast(
-    quantizer: Quantizer, slot: Slot | None, across: Quantizer | None, *, with_rows: bool = True
+    quantizer: Quantizer, slot: Slot | None, columnwise: Quantizer | None, *, with_rows: bool = True
 ) -> ScaledCast:
     if quantizer.blocks is None:
         kind = ScaleLayout.PER_TENSOR if quantizer.per_tensor else ScaleLayout.PER_ROW
@@ -222,7 +227,7 @@ def _scaled_cast(
         kind = ScaleLayout.MX if quantizer.scale == "e8m0" else ScaleLayout.NV
     else:
         kind = ScaleLayout.SQUARES if quantizer.blocks[0] > 1 else ScaleLayout.ROWS
-    return ScaledCast(quantizer, kind, slot, quantizer.element, across, with_rows)
+    return ScaledCast(quantizer, kind, slot, quantizer.element, columnwise, with_rows)
 
 
 ScaledCopies = tuple[Scaled, Scaled | None]
@@ -236,7 +241,7 @@ class ScaledCast(NamedTuple):
         kind: the layout of the scales.
         slot: the slot in the amax history, if the scale is delayed.
         target: the FP8 or FP4 format.
-        across: the quantizer of the columnwise copy.
+        columnwise: the quantizer of the columnwise copy.
         with_rows: whether the rowwise copy is needed, and not the columnwise one alone.
     """
 
@@ -244,12 +249,12 @@ class ScaledCast(NamedTuple):
     kind: ScaleLayout
     slot: Slot | None
     target: Format
-    across: Quantizer | None
+    columnwise: Quantizer | None
     with_rows: bool = True
 
 
 def scaled_copies(
-    x: Tensor | Product, operand: TorchOperand, cast: ScaledCast, with_columns: bool, call: Call
+    x: Tensor | FusedInput, operand: TorchOperand, cast: ScaledCast, with_columns: bool, call: Call
 ) -> ScaledCopies:
     """The rowwise and, if needed, the columnwise copy of `x` for scaled GEMMs.
 
@@ -266,20 +271,20 @@ def scaled_copies(
         x = x.float()
     if kind is ScaleLayout.PER_TENSOR:
         return _with_one_scale(x, operand, cast, with_columns, call, sums)
-    if kind in BLOCK_KERNELS and (isinstance(x, Product) or has_kernel(x.device)):
-        product = Product("cast", x) if isinstance(x, Tensor) else x
-        copies = cast_blocks(product, quantizer, across=with_columns, sums=sums)
+    if kind in BLOCK_KERNELS and (isinstance(x, FusedInput) or has_kernel(x.device)):
+        product = FusedInput("cast", x) if isinstance(x, Tensor) else x
+        copies = cast_blocks(product, quantizer, columnwise=with_columns, sums=sums)
         assert copies.inv_scale is not None
         rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
-        if copies.transposed is None or copies.inv_scale_across is None:
+        if copies.transposed is None or copies.columnwise_inv_scale is None:
             return rows, None
-        return rows, Scaled(copies.transposed, copies.inv_scale_across, kind)
+        return rows, Scaled(copies.transposed, copies.columnwise_inv_scale, kind)
     assert isinstance(x, Tensor)
     total = x.sum(0, dtype=torch.float32) if sums else None
     if kind is ScaleLayout.NV:
-        across = cast.across if with_columns else None
+        columnwise = cast.columnwise if with_columns else None
         bits = operand.bits(not cast.with_rows, call.rows), operand.bits(True, call.rows)
-        rows, columns = cast_nvfp4(x, quantizer, across, bits)
+        rows, columns = cast_nvfp4(x, quantizer, columnwise, bits)
     else:
         by_row = kind is ScaleLayout.PER_ROW
         make = compiled_cast(_copies_in_torch, x, operand) if by_row else _copies_in_torch
@@ -288,7 +293,7 @@ def scaled_copies(
 
 
 def _with_one_scale(
-    x: Tensor | Product,
+    x: Tensor | FusedInput,
     operand: TorchOperand,
     cast: ScaledCast,
     with_columns: bool,
@@ -301,14 +306,14 @@ def _with_one_scale(
     quantizer, recorded, counts = cast.quantizer, None, None
     if cast.slot is not None:
         scale, recorded, counts = cast.slot.cast_arguments(call.record)
-    elif isinstance(x, Product):  # current scaling: the amax comes first
+    elif isinstance(x, FusedInput):  # current scaling: the amax comes first
         scale = numerics.current_scale(product_amax(x), quantizer)
     else:
         scale = compiled_cast(_current_scale, x, operand)(x, quantizer)
     total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
-    if isinstance(x, Product) or not _casts_in_torch(x, quantizer, with_columns):
-        product = Product("cast", x) if isinstance(x, Tensor) else x
-        options = {"across": with_columns, "sums": sums and total is None}
+    if isinstance(x, FusedInput) or not _casts_in_torch(x, quantizer, with_columns):
+        product = FusedInput("cast", x) if isinstance(x, Tensor) else x
+        options = {"columnwise": with_columns, "sums": sums and total is None}
         options["record"] = recorded is not None
         copies = cast_product(product, scale, quantizer.format, **options)
         if copies.amax is not None and recorded is not None:
@@ -382,7 +387,7 @@ class TorchBackend(Backend):
 
     caches_weights = True
 
-    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+    def __init__(self, plan: Plan, *, draws: RngState | None = None) -> None:
         super().__init__(plan, draws=draws)
         self._layers: list[QuantizedLayer] = []
         self._batched_casts = BatchedCasts()

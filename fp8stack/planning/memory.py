@@ -229,7 +229,7 @@ def _loss_workspace(setting: Setting) -> int:
 def _gradient_casts(plan: Plan, layer: LayerPlan) -> int:
     """The bytes per element of both copies of a layer's quantized output gradient."""
     assert layer.quantizers is not None
-    turned = layer.quantizers.turned("grad_output")
+    turned = layer.quantizers.reuses_rowwise("grad_output")
     if plan.backend_of(layer) == "emulate":
         rounds = plan.compute_dtype != "fp32"  # in blocks two layouts and a float32 source
         return FLOAT * (1 if turned else 2 + rounds)
@@ -245,7 +245,7 @@ def _block_workspace(setting: Setting) -> int:
     copies = [0]
     for layer in plan.layers:
         if layer.quantizers is not None and plan.backend_of(layer) == "emulate":
-            copies.append(1 if layer.quantizers.turned("grad_output") else 3)
+            copies.append(1 if layer.quantizers.reuses_rowwise("grad_output") else 3)
     largest = 0
     for up in plan.layers:
         path, _, name = up.name.rpartition(".")

@@ -281,7 +281,7 @@ def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
         return False
     if kernel != "nvfp4":
         settings = {replace(q, format=x.format, block=x.block) for q in by_operand.values()}
-        shared = all(quantizers.across(name) == by_operand[name] for name in OPERANDS)
+        shared = all(quantizers.columnwise(name) == by_operand[name] for name in OPERANDS)
         return shared and len(settings) == 1 and weight.format == x.format
     rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
     gradient = replace(rows, rounding=by_operand["grad_output"].rounding)

@@ -78,15 +78,15 @@ def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
     whole tensor costs one more read. Scales are counted for blocks of one row; larger blocks have
     few. A copy of w that is not quantized is cast to bf16.
     """
-    along, across = quantizers.along(operand), quantizers.across(operand)
-    copies = [q for q in (along, across) if isinstance(q, Quantizer)]
+    rowwise, columnwise = quantizers.rowwise(operand), quantizers.columnwise(operand)
+    copies = [q for q in (rowwise, columnwise) if isinstance(q, Quantizer)]
     tiled = all(q.blocks for q in copies)
-    passes = copies[:1] if tiled or quantizers.turned(operand) else copies
+    passes = copies[:1] if tiled or quantizers.reuses_rowwise(operand) else copies
     source = 4 if operand == "weight" else 2
     amaxes = sum(q.scale == "e4m3" or (q.per_tensor and not q.delayed) for q in passes)
     written = sum(q.element_bits / 8 for q in copies)
     written += sum(q.scale_bytes / q.blocks[1] for q in copies if q.blocks and q.blocks[0] == 1)
-    plain = 4 + 2 if operand == "weight" and None in (along, across) else 0
+    plain = 4 + 2 if operand == "weight" and None in (rowwise, columnwise) else 0
     return source * (len(passes) + amaxes) + written + plain
 
 

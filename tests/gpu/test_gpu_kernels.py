@@ -56,9 +56,9 @@ def test_a_cuda_graph_casts_many_weights_again() -> None:
     scales[1] = 3.7
     amaxes.zero_()
     graph.replay()
-    along, across = (copy.data.view(torch.uint8) for copy in weights.copies[0])
-    assert torch.equal(along, numerics.cast_to_fp8(x, scales[1]).view(torch.uint8))
-    assert torch.equal(across, along.t())
+    rowwise, columnwise = (copy.data.view(torch.uint8) for copy in weights.copies[0])
+    assert torch.equal(rowwise, numerics.cast_to_fp8(x, scales[1]).view(torch.uint8))
+    assert torch.equal(columnwise, rowwise.t())
     assert amaxes.tolist() == [0, x.abs().max().item(), 0]
 
 
@@ -78,9 +78,9 @@ def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
 def test_the_operator_is_as_torch_wants_it() -> None:
     x = torch.randn(300, 200, device=DEVICE, dtype=torch.bfloat16)
     scale = torch.tensor(3.7, device=DEVICE)
-    for across, record in ((True, True), (False, True), (True, False)):
+    for columnwise, record in ((True, True), (False, True), (True, False)):
         operator = torch.ops.fp8stack.cast_product.default
-        arguments = ("cast", x, None, scale, "e4m3", across, record, False)
+        arguments = ("cast", x, None, scale, "e4m3", columnwise, record, False)
         torch.library.opcheck(operator, arguments)
 
 

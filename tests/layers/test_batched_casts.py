@@ -148,7 +148,9 @@ def _count_launches() -> list[int]:
     weights.launch_weights = launch
     run_cast = fused_casts._run
 
-    def cast(product: fused_casts.Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
+    def cast(
+        product: fused_casts.FusedInput, scale: Tensor | None, *call: Any
+    ) -> tuple[Tensor, ...]:
         launches.append(1)
         return run_cast(product, scale, *call)
 
@@ -187,11 +189,13 @@ def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def fill(self: BatchedCast, scales: Any = None, amaxes: Any = None) -> None:
         cast(self, scales, amaxes)
         weight_list, places = constructed[self]
-        for weight, (along, across), place in zip(weight_list, self.copies, places, strict=True):
+        for weight, (rowwise, columnwise), place in zip(
+            weight_list, self.copies, places, strict=True
+        ):
             data, transposed, largest = fused_casts.cast_transpose(weight, scales[place])
-            along.data.view(torch.uint8).data.copy_(data.view(torch.uint8))
-            across.data.view(torch.uint8).data.copy_(transposed.view(torch.uint8))
-            for matrix in (along, across):
+            rowwise.data.view(torch.uint8).data.copy_(data.view(torch.uint8))
+            columnwise.data.view(torch.uint8).data.copy_(transposed.view(torch.uint8))
+            for matrix in (rowwise, columnwise):
                 matrix.inv_scale.data.copy_(1 / scales[place])
             if amaxes is not None:
                 assert largest is not None

@@ -95,7 +95,7 @@ def test_outputs_are_rounded_once_and_weight_gradients_not_at_all(instructions, 
     }
 
     def exact(name: Operand, dim: int) -> Tensor:
-        quantizer = quantizers.along(name) if dim == 1 else quantizers.across(name)
+        quantizer = quantizers.rowwise(name) if dim == 1 else quantizers.columnwise(name)
         assert isinstance(quantizer, Quantizer)
         quantized = numerics.quantize(tensors[name], quantizer, dim)
         return numerics.dequantize(quantized).double()

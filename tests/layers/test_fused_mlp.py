@@ -15,7 +15,7 @@ from fp8stack import numerics
 from fp8stack.layers import build_backend, fp8_state, fused_mlp
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels.activations import ACTIVATIONS
-from fp8stack.layers.kernels.fused_casts import Product
+from fp8stack.layers.kernels.fused_casts import FusedInput
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.linear import Call, QuantizedLinear
 from fp8stack.layers.observe import observing
@@ -137,24 +137,24 @@ def test_blocks_of_a_product_are_those_of_its_values(fusing):
     quantizer = operand.joint_cast.quantizer
     call = Call(record=False, rows=256, has_bias=True)
 
-    def quantize(x: Tensor | Product) -> tuple[Scaled, Scaled]:
-        along, across = operand.cast(x, True, call)
-        return along, across
+    def quantize(x: Tensor | FusedInput) -> tuple[Scaled, Scaled]:
+        rowwise, columnwise = operand.cast(x, True, call)
+        return rowwise, columnwise
 
-    for product in (Product("swiglu", hidden), Product("swiglu", hidden, dy)):
+    for product in (FusedInput("swiglu", hidden), FusedInput("swiglu", hidden, dy)):
         values = product.values()
-        along, across = quantize(product)
+        rowwise, columnwise = quantize(product)
         apart = quantize(values)
         fusing.on = True
         eager = quantize(values)
         fusing.on = False
         data, inverse = numerics.quantize(values, quantizer)[:2]
-        assert torch.equal(along.data.view(torch.uint8), data.view(torch.uint8))
-        assert torch.equal(along.inv_scale, inverse)
-        assert along.sums is not None
-        torch.testing.assert_close(along.sums, values.float().sum(0))
+        assert torch.equal(rowwise.data.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(rowwise.inv_scale, inverse)
+        assert rowwise.sums is not None
+        torch.testing.assert_close(rowwise.sums, values.float().sum(0))
         for copies in (apart, eager):
-            for copy, expected in zip(copies, (along, across), strict=True):
+            for copy, expected in zip(copies, (rowwise, columnwise), strict=True):
                 assert torch.equal(copy.data.view(torch.uint8), expected.data.view(torch.uint8))
                 assert torch.equal(copy.inv_scale, expected.inv_scale)
                 assert copy.inv_scale.stride() == expected.inv_scale.stride()

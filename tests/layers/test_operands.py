@@ -186,7 +186,7 @@ def forward_oracle(layer, x, dy):
     quantizers = layer.operands.quantizers
 
     def values(x, name: Operand, reduced: int):
-        chosen = quantizers.along(name) if reduced else quantizers.across(name)
+        chosen = quantizers.rowwise(name) if reduced else quantizers.columnwise(name)
         if chosen == "forward":
             return values(x, name, 1)
         if not isinstance(chosen, Quantizer):

@@ -197,14 +197,14 @@ def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     values = bits.view(torch.bfloat16).view(-1, 32).to(dtype)
     for x in (values, normal(*values.shape, std=1e-4).to(dtype)):
-        for format, (along, across) in zip(formats.values(), quantize(x), strict=True):
+        for format, (rowwise, columnwise) in zip(formats.values(), quantize(x), strict=True):
             scale = torch.ones(())
             if recipe == "current":
                 scale = numerics.tensor_scale(numerics.amax(x), format)
             expected = numerics.cast_to_fp8(x, scale, format).view(torch.uint8)
-            assert torch.equal(along.data.view(torch.uint8), expected)
-            assert torch.equal(across.data.view(torch.uint8), expected.t())
-            assert torch.equal(along.inv_scale, 1 / scale)
+            assert torch.equal(rowwise.data.view(torch.uint8), expected)
+            assert torch.equal(columnwise.data.view(torch.uint8), expected.t())
+            assert torch.equal(rowwise.inv_scale, 1 / scale)
 
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8", "rowwise"])
@@ -416,9 +416,9 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     )
     casts = []
 
-    def counted(x, along, *arguments):
-        casts.append(along)
-        return cast_nvfp4(x, along, *arguments)
+    def counted(x, rowwise, *arguments):
+        casts.append(rowwise)
+        return cast_nvfp4(x, rowwise, *arguments)
 
     monkeypatch.setattr(torch_backend, "cast_nvfp4", counted)
     losses = [train(model, range(2), accumulate=2) for model in (by_torch, emulated)]

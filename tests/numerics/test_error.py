@@ -266,8 +266,8 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     rows, columns = quantized.stored.shape
     tall, wide = -(-numbers.shape[0] // rows), -(-numbers.shape[1] // columns)
     if quantizer.blocks is not None:
-        across, along = quantizer.blocks
-        tall, wide = (across, along) if dim == 1 else (along, across)
+        columnwise, rowwise = quantizer.blocks
+        tall, wide = (columnwise, rowwise) if dim == 1 else (rowwise, columnwise)
     emptied, used = 0, []
     for i, j in np.ndindex(rows, columns):
         block = (slice(i * tall, i * tall + tall), slice(j * wide, j * wide + wide))

@@ -46,9 +46,9 @@ def test_blocks_of_different_sizes_share_a_sweep():
     narrow = replace(quantizer, block=(1, 16))
     assert alike(quantizer, narrow)
     x = uneven(200, 100)
-    along, across = Rounding(quantizer, ((1, 64), (16, 1))).round(x)
+    rowwise, columnwise = Rounding(quantizer, ((1, 64), (16, 1))).round(x)
     assert_equal(
-        [along, across], [*rounding(quantizer, [1]).round(x), *rounding(narrow, [0]).round(x)]
+        [rowwise, columnwise], [*rounding(quantizer, [1]).round(x), *rounding(narrow, [0]).round(x)]
     )
 
 
@@ -150,8 +150,8 @@ def test_what_looks_at_operators_sees_one_and_its_shapes():
         (transformed,) = rounded(x, "hadamard nvfp4")
         assert transformed.values.shape == (30, 64)
         assert transformed.factor.shape == ()
-        along, across = rounded(x, "row", (1, 0))
-        assert (along.factor.shape, across.factor.shape) == ((30,), (50,))
+        rowwise, columnwise = rounded(x, "row", (1, 0))
+        assert (rowwise.factor.shape, columnwise.factor.shape) == ((30,), (50,))
 
 
 class Operators(TorchDispatchMode):

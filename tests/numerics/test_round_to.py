@@ -162,16 +162,16 @@ def test_one_sweep_rounds_every_bfloat16_to_the_bfloat16_of_the_values_of_the_by
 
 def round_both(
     x: Tensor,
-    along: Quantizer,
-    across: Quantizer,
+    rowwise: Quantizer,
+    columnwise: Quantizer,
     generators: tuple[RandomBits | None, RandomBits | None] = (None, None),
 ) -> tuple[Rounded, Rounded]:
     """For GEMMs over the columns and over the rows, in one pass where the quantizers are alike."""
-    at_once = rounding_of_both(along, across)
+    at_once = rounding_of_both(rowwise, columnwise)
     if at_once is not None:
         rounded_along, rounded_across = at_once.round(x)
         return rounded_along, rounded_across
-    return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
+    return round_to(x, rowwise, 1, generators[0]), round_to(x, columnwise, 0, generators[1])
 
 
 PAIRS = [
@@ -186,13 +186,15 @@ PAIRS = [
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_both_directions_equal_one_after_the_other(pair):
-    along, across = (EVERY[name] for name in pair)
+    rowwise, columnwise = (EVERY[name] for name in pair)
     generators = (DRAWN, replace(DRAWN, stream=9))
     matrices = (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16())
     for x, way in itertools.product(matrices, WAYS):
         with cast_by(way):
-            pair_at_once = round_both(x, along, across, generators)
-            for rounded, quantizer, dim in zip(pair_at_once, (along, across), (1, 0), strict=True):
+            pair_at_once = round_both(x, rowwise, columnwise, generators)
+            for rounded, quantizer, dim in zip(
+                pair_at_once, (rowwise, columnwise), (1, 0), strict=True
+            ):
                 alone = round_to(x, quantizer, dim, generators[1 - dim])
                 assert_same(rounded, (alone.values.numpy(), alone.factor))
 
@@ -209,14 +211,14 @@ def test_alike_quantizers_share_their_passes(monkeypatch):
     x = uneven(64, 128)
     called = Mock(wraps=fused.round)
     monkeypatch.setattr(fused, "round", called)
-    for along, across in (
+    for rowwise, columnwise in (
         (MXFP8, MXFP8),
         (NVFP4, NVFP4),
         (MXFP4, MXFP4),
         (NVFP4, replace(NVFP4, block=(16, 16))),
     ):
         called.reset_mock()
-        round_both(x, along, across)
+        round_both(x, rowwise, columnwise)
         called.assert_called_once()
 
 
@@ -325,9 +327,9 @@ def test_every_rule_of_blocks_gives_the_values_of_its_bytes(name, dtype):
             with cast_by(way):
                 separate = [round_to(x, quantizer, dim) for dim in (1, 0)]
                 at_once = rounding(quantizer, [1, 0]).round(x)
-            for along, across in (separate, at_once):
-                assert_same(along, expected[1])
-                assert_same(across, expected[0])
+            for rowwise, columnwise in (separate, at_once):
+                assert_same(rowwise, expected[1])
+                assert_same(columnwise, expected[0])
 
 
 # Compiled

@@ -29,7 +29,7 @@ def quantized(recipe: str, x: Tensor, name: Operand, reduced: int) -> Tensor:
     scaling before the first update."""
     table = load_recipe(recipe).quantizers
     assert table is not None
-    quantizer = table.along(name) if reduced else table.across(name)
+    quantizer = table.rowwise(name) if reduced else table.columnwise(name)
     assert isinstance(quantizer, Quantizer)
     scale = 1.0 if recipe == "delayed" else None
     return multiplied(x, quantizer, name, reduced, None, scale)

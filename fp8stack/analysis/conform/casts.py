@@ -24,7 +24,7 @@ from fp8stack.analysis.conform.checks import (
     same_bits,
 )
 from fp8stack.common.formats import Quantizer
-from fp8stack.layers.kernels.fused_casts import Product, cast_product, cast_transpose
+from fp8stack.layers.kernels.fused_casts import FusedInput, cast_product, cast_transpose
 from fp8stack.layers.kernels.variants import has_kernel
 from fp8stack.layers.kernels.weight_casts import BatchedCast
 
@@ -74,8 +74,8 @@ def _plain_cast(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor]:
 def _relu2_cast(backward: bool, x: Tensor, scale: Tensor, format: str) -> tuple[Any, ...]:
     """ReLU^2 of a square matrix, or its gradient, where the matrix's transpose is the gradient of
     the output."""
-    product = Product("relu2", x, x.t() if backward else None)
-    return cast_product(product, scale, format, across=True, record=True, sums=False)[:3]
+    product = FusedInput("relu2", x, x.t() if backward else None)
+    return cast_product(product, scale, format, columnwise=True, record=True, sums=False)[:3]
 
 
 def _relu2(backward: bool, x: oracles.Array) -> oracles.Array:
@@ -94,8 +94,8 @@ def _weight_cast(context: Context, x: Tensor, scale: Tensor, format: str) -> tup
     need_kernel(context)
     weights = BatchedCast([x], Quantizer(format=format))
     weights.cast(scale.view(1), largest := torch.zeros(1, device=x.device))
-    along, across = weights.copies[0]
-    return along.data, across.data, largest[0], along.inv_scale
+    rowwise, columnwise = weights.copies[0]
+    return rowwise.data, columnwise.data, largest[0], rowwise.inv_scale
 
 
 def _te_cast(
@@ -103,7 +103,12 @@ def _te_cast(
 ) -> tuple[Any, ...]:
     context.need_te("delayed")
     copies, amax = te.cast(x, scale, format, transpose)
-    return copies.along, None if copies.across is None else copies.across.t(), amax, copies.scales
+    return (
+        copies.rowwise,
+        None if copies.columnwise is None else copies.columnwise.t(),
+        amax,
+        copies.scales,
+    )
 
 
 def cast_check(

@@ -299,8 +299,8 @@ def _expected(
     """y, dx, dw and db in float64, each with its error bound, of the pass `counter`."""
     x, w, dy = (
         [
-            _quantized(recipe, tensors[name], name, across, draws, counter)
-            for across in (False, True)
+            _quantized(recipe, tensors[name], name, columnwise, draws, counter)
+            for columnwise in (False, True)
         ]
         for name in OPERANDS
     )
@@ -332,13 +332,13 @@ def _expected(
 
 
 def _quantized(
-    recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: Any, counter: int
+    recipe: Recipe, x: Tensor, name: Operand, columnwise: bool, draws: Any, counter: int
 ) -> Tensor:
     """The values of an operand that a GEMM multiplies, in float64."""
     table = recipe.quantizers or Quantizers()
-    chosen, dim = (table.across(name), 0) if across else (table.along(name), 1)
+    chosen, dim = (table.columnwise(name), 0) if columnwise else (table.rowwise(name), 1)
     if chosen == "forward":
-        chosen, dim = table.along(name), 1
+        chosen, dim = table.rowwise(name), 1
     if not isinstance(chosen, Quantizer):
         return x.double()
     scale = None

@@ -104,7 +104,7 @@ def _history(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
 
 
 def _quantizer(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
-    """`along` and, if the file has it, `across`: bytes and scales of a quantizer."""
+    """`rowwise` and, if the file has it, `columnwise`: bytes and scales of a quantizer."""
     fixed: dict[str, Any] = {
         key: tuple(v) if isinstance(v, list) else v for key, v in case["quantizer"].items()
     }

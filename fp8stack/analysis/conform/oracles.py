@@ -226,8 +226,8 @@ def _block(quantizer: Quantizer, shape: tuple[int, ...], dim: int) -> tuple[int,
             return shape[0], shape[1]
         case "row":
             return (1, shape[1]) if dim == 1 else (shape[0], 1)
-        case across, along:
-            return (across, along) if dim == 1 else (along, across)
+        case columnwise, rowwise:
+            return (columnwise, rowwise) if dim == 1 else (rowwise, columnwise)
     raise AssertionError(quantizer)
 
 

@@ -42,7 +42,7 @@ from fp8stack.analysis.conform.checks import (
 )
 from fp8stack.analysis.conform.scale_layouts import tiles
 from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
-from fp8stack.layers.kernels.fused_casts import Product, cast_blocks
+from fp8stack.layers.kernels.fused_casts import FusedInput, cast_blocks
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
 from fp8stack.layers.kernels.weight_casts import BatchedCast
@@ -300,8 +300,8 @@ def multiplied_values(
 
 def by_nvfp4_kernel(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) -> list[Copy]:
     """Both copies by `cast_nvfp4`, which transforms only the second one."""
-    along = replace(quantizer, hadamard=0)
-    first, second = cast_nvfp4(x, along, quantizer, (bits, bits))
+    rowwise = replace(quantizer, hadamard=0)
+    first, second = cast_nvfp4(x, rowwise, quantizer, (bits, bits))
     assert second is not None
     untransformed = (None,) if quantizer.hadamard else _operand(first)
     return [untransformed, _operand(second)]
@@ -309,8 +309,8 @@ def by_nvfp4_kernel(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) ->
 
 def by_block_kernel(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) -> list[Copy]:
     """Both copies by `cast_blocks`."""
-    copies = cast_blocks(Product("cast", x), quantizer, across=True, sums=False)
-    return [(copies.data, copies.inv_scale), (copies.transposed, copies.inv_scale_across)]
+    copies = cast_blocks(FusedInput("cast", x), quantizer, columnwise=True, sums=False)
+    return [(copies.data, copies.inv_scale), (copies.transposed, copies.columnwise_inv_scale)]
 
 
 def by_weight_kernel(
@@ -380,8 +380,8 @@ def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
     for quantizer in TE_QUANTIZERS[scaling]:
         copies = te.quantize(x.to(context.device), quantizer)
         # Both copies of a tensor have one scale, and TE may omit a copy.
-        assert quantizer.per_tensor or copies.across is not None
+        assert quantizer.per_tensor or copies.columnwise is not None
         expected = [quantized(x, quantizer, dim) for dim in (1, 0)]
-        pairs = (copies.along, copies.scales), (copies.across, copies.scales_across)
+        pairs = (copies.rowwise, copies.scales), (copies.columnwise, copies.columnwise_scales)
         results[rules(quantizer)] = compare_copies(pairs, expected, quantizer, stored_bytes)
     return merged(results)

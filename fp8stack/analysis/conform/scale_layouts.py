@@ -55,9 +55,9 @@ def tiles(codes: Tensor) -> Tensor:
     """Consecutive tiles of 128 rows and 4 columns, zeros where there are no scales: within a tile
     the scale of row r and column c is at 16 (r % 32) + 4 (r // 32) + c."""
     rows, columns = codes.shape
-    across = -(-columns // 4)
-    packed = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+    columnwise = -(-columns // 4)
+    packed = torch.zeros(-(-rows // 128) * columnwise * 512, dtype=torch.uint8)
     r, c = torch.arange(rows)[:, None], torch.arange(columns)
-    tile = r // 128 * across + c // 4
+    tile = r // 128 * columnwise + c // 4
     packed[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes
     return packed

@@ -20,13 +20,13 @@ MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 class TeQuantized(NamedTuple):
     """Bytes (uint8, in the input's shape; FP4 half as many) and inverse scales, both directions.
 
-    `across` and its scales belong to the copy that reduces over rows; None if TE made none.
+    `columnwise` and its scales belong to the copy that reduces over rows; None if TE made none.
     """
 
-    along: Tensor
+    rowwise: Tensor
     scales: Tensor
-    across: Tensor | None
-    scales_across: Tensor | None
+    columnwise: Tensor | None
+    columnwise_scales: Tensor | None
 
 
 def dtype_of(format: str) -> Any:
@@ -71,26 +71,26 @@ def quantize(x: Tensor, quantizer: Quantizer) -> TeQuantized:
         dims = 2 if square else 1
         tensor = te.Float8BlockQuantizer(format, **directions, **rules, block_scaling_dim=dims)(x)
     data, turned = tensor._rowwise_data, tensor._columnwise_data
-    along, across = tensor._rowwise_scale_inv, tensor._columnwise_scale_inv
+    rowwise, columnwise = tensor._rowwise_scale_inv, tensor._columnwise_scale_inv
     (rows, columns), (tall, wide) = x.shape, quantizer.blocks
     if quantizer.scale == "e4m3":  # TE repeats the scales of squares
-        codes = (scales[::tall].contiguous() for scales in (along, across))
-        along, across = (scales.view(torch.float8_e4m3fn).float() for scales in codes)
+        codes = (scales[::tall].contiguous() for scales in (rowwise, columnwise))
+        rowwise, columnwise = (scales.view(torch.float8_e4m3fn).float() for scales in codes)
     if quantizer.scale != "e8m0":
         turned = turned.t()
         if wide == 128 and not square:
-            along = along.t()
+            rowwise = rowwise.t()
         else:
-            across = across.t()
-    along = along[: -(-rows // tall), : -(-columns // wide)]
-    across = across[: -(-rows // wide), : -(-columns // tall)]
-    return TeQuantized(data, along, turned, across)
+            columnwise = columnwise.t()
+    rowwise = rowwise[: -(-rows // tall), : -(-columns // wide)]
+    columnwise = columnwise[: -(-rows // wide), : -(-columns // tall)]
+    return TeQuantized(data, rowwise, turned, columnwise)
 
 
 def _per_tensor(tensor: Any) -> TeQuantized:
     transposed = tensor._transpose  # None if GEMMs need none (10.x), or none was requested
-    across = None if transposed is None else transposed.t()
-    return TeQuantized(tensor._data, tensor._scale_inv.reshape(()), across, None)
+    columnwise = None if transposed is None else transposed.t()
+    return TeQuantized(tensor._data, tensor._scale_inv.reshape(()), columnwise, None)
 
 
 def serves(scaling: str) -> str:

@@ -203,7 +203,7 @@ class OperandRecorder:
         total = self._error(path, "grad_output", table.grad_output, 1)
         total += self._error(path, "grad_output", table.grad_output_wgrad, 0)
         for operand in ("weight", "input"):
-            quantizer = table.across(operand)
+            quantizer = table.columnwise(operand)
             if quantizer == "forward":
                 total += self._error(path, operand, forward[operand], 1)
             elif quantizer is not None:

@@ -1,7 +1,7 @@
 """FP8 operands from what a layer before them gave, in one pass: an activation or its backward pass,
 then the cast, the transpose, the amax and the sums over rows, none of whose input is written first.
 
-A `Product` says what is cast. On CUDA GPUs with FP8 a Triton kernel computes its elements in
+A `FusedInput` says what is cast. On CUDA GPUs with FP8 a Triton kernel computes its elements in
 registers, tile by tile, and writes both copies 16 bytes at a time; elsewhere torch computes them.
 Rounded to the dtype of its tensors is whatever eager code would round, so casts and ReLU^2 are the
 same to the bit. SwiGLU and GELU differ from eager code as exp, erf and divisions differ: by less
@@ -34,12 +34,12 @@ from fp8stack.numerics.operators import operator_on_any_device
 BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
 LAUNCH = OPTIONS | {"num_warps": 16}
 _OPERANDS = (
-    *("x", "dy", "scale", "data", "transposed", "inverse", "inverse_across", "amaxes", "sums"),
+    *("x", "dy", "scale", "data", "transposed", "inverse", "columnwise_inverse", "amaxes", "sums"),
 )
 _quantizer = cache(Quantizer)  # constructed once, as its checks take longer than a launch
 
 
-class Product(NamedTuple):
+class FusedInput(NamedTuple):
     """A matrix that is not in memory.
 
     The activation `name` of `x` [rows, columns], or with `dy`, the gradient of the activation's
@@ -76,7 +76,7 @@ class Copies(NamedTuple):
         amax: float32, 0-dim, NaN ignored.
         inv_scale: the scales of blocks, float32 [rows, columns / 128] or E8M0, laid out by
         `scaled_gemm.pack_scales`.
-        inv_scale_across: the scales of the blocks of `transposed`.
+        columnwise_inv_scale: the scales of the blocks of `transposed`.
         sums: the sums over rows, float32 [columns].
     """
 
@@ -84,28 +84,28 @@ class Copies(NamedTuple):
     transposed: Tensor | None = None
     amax: Tensor | None = None
     inv_scale: Tensor | None = None
-    inv_scale_across: Tensor | None = None
+    columnwise_inv_scale: Tensor | None = None
     sums: Tensor | None = None
 
 
 def cast_transpose(
-    x: Tensor, scale: Tensor, format: str = "e4m3", *, across: bool = True, record: bool = True
+    x: Tensor, scale: Tensor, format: str = "e4m3", *, columnwise: bool = True, record: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`cast_to_fp8(x, scale, format)`, its transpose and `amax(x)`, to the bit; `x` [rows, columns]
     in float32, bfloat16 or float16. For the arguments see `cast_product`."""
-    product = Product("cast", x)
-    copies = cast_product(product, scale, format, across=across, record=record, sums=False)
+    product = FusedInput("cast", x)
+    copies = cast_product(product, scale, format, columnwise=columnwise, record=record, sums=False)
     return copies[:3]
 
 
-def product_amax(product: Product) -> Tensor:
+def product_amax(product: FusedInput) -> Tensor:
     """The amax of a product, which is not written to memory: float32, 0-dim, NaN ignored."""
     largest: Tensor = _amax_op(*product).max()
     return largest
 
 
 def cast_product(
-    product: Product, scale: Tensor, format: str, *, across: bool, record: bool, sums: bool
+    product: FusedInput, scale: Tensor, format: str, *, columnwise: bool, record: bool, sums: bool
 ) -> Copies:
     """A product cast with one scale. Nothing waits for the device.
 
@@ -113,38 +113,45 @@ def cast_product(
         product: what is cast.
         scale: float32, 0-dim, on the product's device; multiplies into FP8.
         format: "e4m3" or "e5m2".
-        across: whether the transpose is wanted.
+        columnwise: whether the transpose is wanted.
         record: whether the amax is wanted.
         sums: whether the sums over rows are wanted.
 
     Raises:
         ValueError: an unknown format.
     """
-    data, transposed, amaxes, partial_sums = _cast_op(*product, scale, format, across, record, sums)
+    data, transposed, amaxes, partial_sums = _cast_op(
+        *product, scale, format, columnwise, record, sums
+    )
     return Copies(
         data,
-        transposed if across else None,
+        transposed if columnwise else None,
         amaxes.max() if record else None,  # fused with its reader in compiled code
         sums=partial_sums.sum(0) if sums else None,
     )
 
 
-def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: bool) -> Copies:
-    """A product cast in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `across` its
+def cast_blocks(
+    product: FusedInput, quantizer: Quantizer, *, columnwise: bool, sums: bool
+) -> Copies:
+    """A product cast in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `columnwise` its
     transpose as well, each with scales of its own: `numerics.quantize` and `pack_scales`, to the
     bit. See `cast_product`."""
     fields = quantizer.format, quantizer.scale, quantizer.scale_rounding, quantizer.eps
-    data, transposed, inverse, inverse_across, partial_sums = _blocks_op(
-        *product, *fields, across, sums
+    data, transposed, inverse, columnwise_inverse, partial_sums = _blocks_op(
+        *product, *fields, columnwise, sums
     )
     if quantizer.scale != "e8m0":
-        inverse, inverse_across = inverse.t(), inverse_across.t() if across else inverse_across
+        inverse, columnwise_inverse = (
+            inverse.t(),
+            columnwise_inverse.t() if columnwise else columnwise_inverse,
+        )
     return Copies(
         data,
-        transposed if across else None,
+        transposed if columnwise else None,
         None,
         inverse,
-        inverse_across if across else None,
+        columnwise_inverse if columnwise else None,
         partial_sums.sum(0) if sums else None,
     )
 
@@ -153,7 +160,7 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
 
 
 @operator_on_any_device(
-    "product_amax", lambda *product: _allocate(Product(*product), None, False, True, False)[0]
+    "product_amax", lambda *product: _allocate(FusedInput(*product), None, False, True, False)[0]
 )
 def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     product = _contiguous(name, x, dy)
@@ -165,7 +172,7 @@ def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
 @operator_on_any_device(
     "cast_product",
     lambda name, x, dy, scale, format, *outputs: _allocate(
-        Product(name, x, dy), _quantizer(format=format), *outputs
+        FusedInput(name, x, dy), _quantizer(format=format), *outputs
     ),
 )
 def _cast_op(
@@ -174,18 +181,18 @@ def _cast_op(
     dy: Tensor | None,
     scale: Tensor,
     format: str,
-    across: bool,
+    columnwise: bool,
     record: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     product = _contiguous(name, x, dy)
     if _runs(product):
-        outputs: Any = _run(product, scale, _quantizer(format=format), across, record, sums)
+        outputs: Any = _run(product, scale, _quantizer(format=format), columnwise, record, sums)
         return outputs  # type: ignore[no-any-return]
     values = product.values()
     data = numerics.cast_to_fp8(values, scale, format)
     transposed = data.new_empty(0)
-    if across:
+    if columnwise:
         transposed = data.t().clone(memory_format=torch.contiguous_format)
     amax = numerics.amax(values).view(1) if record else x.new_empty(0, dtype=torch.float32)
     return data, transposed, amax, _sums(values, sums)
@@ -193,8 +200,12 @@ def _cast_op(
 
 @operator_on_any_device(
     "cast_product_blocks",
-    lambda name, x, dy, format, scale, scale_rounding, eps, across, sums: _allocate(
-        Product(name, x, dy), _of_blocks(format, scale, scale_rounding, eps), across, False, sums
+    lambda name, x, dy, format, scale, scale_rounding, eps, columnwise, sums: _allocate(
+        FusedInput(name, x, dy),
+        _of_blocks(format, scale, scale_rounding, eps),
+        columnwise,
+        False,
+        sums,
     ),
 )
 def _blocks_op(
@@ -205,12 +216,12 @@ def _blocks_op(
     scale: str,
     scale_rounding: str,
     eps: float,
-    across: bool,
+    columnwise: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     product, quantizer = _contiguous(name, x, dy), _of_blocks(format, scale, scale_rounding, eps)
     if _runs(product):
-        outputs: Any = _run(product, None, quantizer, across, False, sums)
+        outputs: Any = _run(product, None, quantizer, columnwise, False, sums)
         return outputs  # type: ignore[no-any-return]
 
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,10 +232,10 @@ def _blocks_op(
 
     values = product.values()
     data, inverse = packed(values)
-    transposed, inverse_across = data.new_empty(0), inverse.new_empty(0)
-    if across:
-        transposed, inverse_across = packed(values.t().contiguous())
-    return data, transposed, inverse, inverse_across, _sums(values, sums)
+    transposed, columnwise_inverse = data.new_empty(0), inverse.new_empty(0)
+    if columnwise:
+        transposed, columnwise_inverse = packed(values.t().contiguous())
+    return data, transposed, inverse, columnwise_inverse, _sums(values, sums)
 
 
 def _of_blocks(format: str, scale: str, scale_rounding: str, eps: float) -> Quantizer:
@@ -234,11 +245,11 @@ def _of_blocks(format: str, scale: str, scale_rounding: str, eps: float) -> Quan
     return _quantizer(format=format, block=block, eps=eps, **rules)
 
 
-def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> Product:
-    return Product(name, x.contiguous(), None if dy is None else dy.contiguous())
+def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> FusedInput:
+    return FusedInput(name, x.contiguous(), None if dy is None else dy.contiguous())
 
 
-def _runs(product: Product) -> bool:
+def _runs(product: FusedInput) -> bool:
     return has_kernel(product.x.device) and product.x.numel() > 0
 
 
@@ -261,7 +272,7 @@ class _Output(NamedTuple):
 
 
 def _outputs(
-    product: Product, quantizer: Quantizer | None, across: bool, record: bool, sums: bool
+    product: FusedInput, quantizer: Quantizer | None, columnwise: bool, record: bool, sums: bool
 ) -> dict[str, _Output]:
     """The outputs of an operator, by the names of the kernel's arguments: amaxes by tile, sums by
     rows of tiles, inverse scales in float32 with their blocks first. Without a quantizer, only the
@@ -274,7 +285,7 @@ def _outputs(
     assert dtype is not None
     outputs = {
         "data": _Output((rows, columns), dtype),
-        "transposed": _Output((columns, rows) if across else (0,), dtype),
+        "transposed": _Output((columns, rows) if columnwise else (0,), dtype),
     }
     blocks_wide, blocks_high = -(-columns // BLOCK), -(-rows // BLOCK)
     if quantizer.per_tensor:
@@ -283,20 +294,22 @@ def _outputs(
         size = blocks_wide * blocks_high * MX_TILE
         tiles_fit = rows % BLOCK == 0 and _width(product) % BLOCK == 0
         outputs["inverse"] = _Output((size,), torch.float8_e8m0fnu, not tiles_fit)
-        outputs["inverse_across"] = _Output((size * across,), torch.float8_e8m0fnu, not tiles_fit)
+        outputs["columnwise_inverse"] = _Output(
+            (size * columnwise,), torch.float8_e8m0fnu, not tiles_fit
+        )
     else:
         outputs["inverse"] = _Output((blocks_wide, rows))
-        outputs["inverse_across"] = _Output((blocks_high, columns) if across else (0,))
+        outputs["columnwise_inverse"] = _Output((blocks_high, columns) if columnwise else (0,))
     outputs["sums"] = _Output((high, columns) if sums else (0,))
     return outputs
 
 
-def _allocate(product: Product, *call: Any) -> tuple[Tensor, ...]:
+def _allocate(product: FusedInput, *call: Any) -> tuple[Tensor, ...]:
     """Tensors for the `_outputs`."""
     return tuple(output.allocate(product.x) for output in _outputs(product, *call).values())
 
 
-def _tiles(product: Product) -> tuple[int, int]:
+def _tiles(product: FusedInput) -> tuple[int, int]:
     """The numbers of tiles from top to bottom and from left to right; 1 and 1 without a kernel."""
     if not has_kernel(product.x.device):
         return 1, 1
@@ -304,7 +317,7 @@ def _tiles(product: Product) -> tuple[int, int]:
     return high, -(-_width(product) // BLOCK)
 
 
-def _width(product: Product) -> int:
+def _width(product: FusedInput) -> int:
     """The columns that are divided into tiles; for the gradient of SwiGLU's input, the columns of
     one half."""
     two = product.name == "swiglu" and product.dy is not None
@@ -314,12 +327,12 @@ def _width(product: Product) -> int:
 class _Kernel:
     """The kernel for products of one kind: the outputs, and the launch."""
 
-    def __init__(self, product: Product, quantizer: Quantizer | None, *outputs: bool) -> None:
+    def __init__(self, product: FusedInput, quantizer: Quantizer | None, *outputs: bool) -> None:
         from fp8stack.layers.kernels import triton_kernels
         from fp8stack.layers.kernels.launch import KernelLaunch
 
         high, wide = _tiles(product)
-        requested = dict(zip(("across", "record", "sums"), outputs, strict=True))
+        requested = dict(zip(("columnwise", "record", "sums"), outputs, strict=True))
         named = _outputs(product, quantizer, *outputs)
         self._outputs = list(named.values())
         # x stands for the tensors that the kernel does not use.
@@ -331,7 +344,7 @@ class _Kernel:
         kernel, constants = triton_kernels.cast_product, {"HOW": compiled_for}
         self._launch = KernelLaunch(kernel, high * wide, sizes, constants, LAUNCH)
 
-    def run(self, product: Product, scale: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, product: FusedInput, scale: Tensor | None) -> tuple[Tensor, ...]:
         """Launch it."""
         _, x, dy = product
         outputs = tuple([output.allocate(x) for output in self._outputs])
@@ -344,9 +357,9 @@ _KERNELS: dict[Any, _Kernel] = {}
 _MOST_KERNELS = 4096  # a model has few, but prompts may have any length
 
 
-def _run(product: Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
+def _run(product: FusedInput, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
     """The `_outputs` of the kernel for a contiguous product that is not empty. `call` is the
-    quantizer, None for the amax alone, and whether across, record and sums are requested."""
+    quantizer, None for the amax alone, and whether columnwise, record and sums are requested."""
     name, x, dy = product
     key = name, x.shape, x.dtype, dy if dy is None else dy.dtype, x.device, call
     kernel = _KERNELS.get(key)
@@ -358,7 +371,7 @@ def _run(product: Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ..
 
 
 def product_variant(
-    product: Product, quantizer: Quantizer | None, exact: bool, **requested: bool
+    product: FusedInput, quantizer: Quantizer | None, exact: bool, **requested: bool
 ) -> KernelVariant:
     """The variant of the kernel for a product, without a quantizer for its amax alone; see
     `variants.KernelVariant`."""

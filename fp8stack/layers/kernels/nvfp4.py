@@ -39,7 +39,7 @@ class Nvfp4Variant:
         height: rows of a block that shares a scale, 1 or 16.
         tile: the rows and the columns of a tile, see `SQUARES`.
         hadamard: the size of the second copy's transform, 16 or 0; `minus` are its signs.
-        across: whether there is a second copy.
+        columnwise: whether there is a second copy.
         stochastic: whether rounding is stochastic.
         bf16: whether the matrix is bfloat16.
         exact: see `variants.KernelVariant`.
@@ -50,23 +50,23 @@ class Nvfp4Variant:
     bf16: bool
     exact: bool
     height: int = 1
-    across: bool = True
+    columnwise: bool = True
     stochastic: bool = False
     minus: int = MINUS[16]
 
 
 def cast_nvfp4(
     x: Tensor,
-    along: Quantizer,
-    across: Quantizer | None,
+    rowwise: Quantizer,
+    columnwise: Quantizer | None,
     bits: tuple[RandomBits | None, RandomBits | None] = (None, None),
 ) -> tuple[Scaled, Scaled | None]:
-    """A matrix for the GEMM over its columns and, if there is an `across`, the one over its rows.
+    """A matrix for the GEMM over its columns and, if `columnwise` is given, the one over its rows.
 
     Args:
         x: [rows, columns], both divisible by 16; float32, bfloat16 or float16.
-        along: of the first copy, without a Hadamard transform.
-        across: of the second, with one of 16 or without; else like the first.
+        rowwise: of the first copy, without a Hadamard transform.
+        columnwise: of the second, with one of 16 or without; else like the first.
         bits: of each copy, where rounding is stochastic; of one seed, counter and first row.
 
     Returns:
@@ -74,21 +74,21 @@ def cast_nvfp4(
         `numerics.quantize` and `pack_scales` give, to the bit.
     """
     x = x.contiguous()
-    hadamard = 0 if across is None else across.hadamard
+    hadamard = 0 if columnwise is None else columnwise.hadamard
     amaxes = _amaxes_op(x, hadamard)
     counter, streams, seed, first_row = None, None, 0, 0
     if drawn := [copy_bits for copy_bits in bits if copy_bits is not None]:
         counter, seed, first_row = drawn[0].counter, drawn[0].seed, int(drawn[0].first_row)
         streams = torch.stack([_tensor(copy_bits.stream, x.device) for copy_bits in drawn])
-    height = (along.blocks or (1, 1))[0]
-    data, scales, turned, scales_across = _cast_op(
-        x, amaxes, height, hadamard, across is not None, counter, streams, seed, first_row
+    height = (rowwise.blocks or (1, 1))[0]
+    data, scales, turned, columnwise_scales = _cast_op(
+        x, amaxes, height, hadamard, columnwise is not None, counter, streams, seed, first_row
     )
     upper_scales = torch.where(amaxes[1::2] > 0, torch.nan, amaxes[::2] * OUT_OF_TWO_LEVELS)
     first = Scaled(data, scales, ScaleLayout.NV, upper_scales[0])
-    if across is None:
+    if columnwise is None:
         return first, None
-    return first, Scaled(turned, scales_across, ScaleLayout.NV, upper_scales[1])
+    return first, Scaled(turned, columnwise_scales, ScaleLayout.NV, upper_scales[1])
 
 
 def _tensor(stream: int | Tensor, device: torch.device) -> Tensor:
@@ -116,14 +116,14 @@ def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
 
 
 @operator_on_any_device(
-    "cast_nvfp4", lambda x, amaxes, height, hadamard, across, *_: _room(x, across)
+    "cast_nvfp4", lambda x, amaxes, height, hadamard, columnwise, *_: _room(x, columnwise)
 )
 def _cast_op(
     x: Tensor,
     amaxes: Tensor,
     height: int,
     hadamard: int,
-    across: bool,
+    columnwise: bool,
     counter: Tensor | None,
     streams: Tensor | None,
     seed: int,
@@ -133,7 +133,7 @@ def _cast_op(
     if not _runs(x):
         rounding: Any = "nearest" if counter is None else "stochastic"
         copies: list[Tensor] = []
-        for place, turned in enumerate((False, True)[: 1 + across]):
+        for place, turned in enumerate((False, True)[: 1 + columnwise]):
             quantizer = Quantizer(
                 format="e2m1",
                 block=(height, 16),
@@ -146,9 +146,9 @@ def _cast_op(
                 bits = RandomBits(seed, streams[place], counter, first_row)
             copies += _by_torch(x, quantizer, turned, bits)
         empty = [tensor.new_empty(0) for tensor in copies]
-        data, scales, transposed, scales_across = copies if across else copies + empty
-        return data, scales, transposed, scales_across
-    outputs = _room(x, across)
+        data, scales, transposed, columnwise_scales = copies if columnwise else copies + empty
+        return data, scales, transposed, columnwise_scales
+    outputs = _room(x, columnwise)
     rows, columns = x.shape
     launch = _launch(
         "cast",
@@ -159,7 +159,7 @@ def _cast_op(
         (rows // 2, columns // 2),
         hadamard=hadamard,
         height=height,
-        across=across,
+        columnwise=columnwise,
         stochastic=counter is not None,
     )
     # An argument that the kernel does not use needs a tensor as well.
@@ -220,11 +220,11 @@ def _tiles(kernel: str, shape: Sequence[int]) -> int:
     return -(-shape[0] // tile) * -(-shape[1] // tile)
 
 
-def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _room(x: Tensor, columnwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors that the kernel fills; scales without elements are 0."""
     rows, columns = x.shape
     outputs = []
-    for lines, width in ((rows, columns), (columns, rows) if across else (0, 0)):
+    for lines, width in ((rows, columns), (columns, rows) if columnwise else (0, 0)):
         outputs.append(x.new_empty((lines, width // 2) if width else (0,), dtype=torch.uint8))
         packed = -(-lines // 128) * 128 * (-(-width // 64) * 4)
         tiles_fit = lines % 128 == 0 and width % 64 == 0

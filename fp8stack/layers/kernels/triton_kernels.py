@@ -34,11 +34,11 @@ def transpose_bytes(data, transposed, rows, columns, row_stride, column_stride, 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])
 def cast_product(
-    x, dy, scale, data, transposed, inverse, inverse_across, amaxes, sums, rows, width,
+    x, dy, scale, data, transposed, inverse, columnwise_inverse, amaxes, sums, rows, width,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of a product of `width` columns, see `fused_casts.Product`; for the gradient of
-    SwiGLU's input, the tiles of both halves, which read the same values."""
+    """Cast a tile of a `fused_casts.FusedInput` of `width` columns; for the gradient of SwiGLU's
+    input, the tiles of both halves, which read the same values."""
     tile = tl.program_id(0)
     wide = tl.cdiv(width, HOW.columns)
     down, block = tile // wide, tile % wide
@@ -66,7 +66,7 @@ def cast_product(
     if HOW.name == "swiglu" and HOW.backward:
         columns = 2 * width
     _put(first, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
-         inverse_across, sums, HOW)  # fmt: skip
+         columnwise_inverse, sums, HOW)  # fmt: skip
     if HOW.record:
         largest = amax_of(first)
     if HOW.name == "swiglu" and HOW.backward:
@@ -77,7 +77,7 @@ def cast_product(
             gradient = _load(dy, row, column, width, inside)
         second = _of_value(gate, gradient, HOW)
         _put(second, down, block + width // HOW.columns, row, column + width, in_width, rows,
-             columns, scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip
+             columns, scale, data, transposed, inverse, columnwise_inverse, sums, HOW)  # fmt: skip
         if HOW.record:
             largest = tl.maximum(largest, amax_of(second))
     if HOW.record:
@@ -96,7 +96,7 @@ def cast_weights(
     data = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
     transposed = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
     inverse = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
-    inverse_across = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
+    columnwise_inverse = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
     rows = tl.load(entry + 5).to(tl.int32)
     columns = tl.load(entry + 6).to(tl.int32)
     tile -= tl.load(entry + 7).to(tl.int32)
@@ -120,8 +120,8 @@ def cast_weights(
         tl.atomic_max(cell, amax.to(tl.int32, bitcast=True), sem="relaxed")
     if HOW.scales == "mx":
         _put_mx(values, row, column, inside, rows, columns, data, transposed,
-                inverse.to(tl.pointer_type(tl.uint8)), inverse_across.to(tl.pointer_type(tl.uint8)),
-                HOW)  # fmt: skip
+                inverse.to(tl.pointer_type(tl.uint8)),
+                columnwise_inverse.to(tl.pointer_type(tl.uint8)), HOW)  # fmt: skip
     elif HOW.scales != "none":
         if HOW.scales == "given":
             scale = tl.load(scales + place)
@@ -132,7 +132,7 @@ def cast_weights(
         out = inverse_of(scale)
         if HOW.scales == "squares":  # as `scaled_gemm.pack_scales` has them
             tl.store(inverse + down * tl.cdiv(wide, 4) * 4 + block, out)
-            tl.store(inverse_across + block * tl.cdiv(high, 4) * 4 + down, out)
+            tl.store(columnwise_inverse + block * tl.cdiv(high, 4) * 4 + down, out)
         else:
             tl.store(inverse, out, mask=tile == 0)
         _put_scaled(values * scale, data, transposed, inside, HOW)
@@ -227,7 +227,7 @@ def _of_value(gate, dy, HOW: tl.constexpr):
 @triton.jit
 def _put(
     values, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
-    inverse_across, sums, HOW: tl.constexpr,
+    columnwise_inverse, sums, HOW: tl.constexpr,
 ):  # fmt: skip
     """Write the requested results of a tile of a product."""
     if HOW.sums:
@@ -243,29 +243,31 @@ def _put(
         scales = _scale_of(tl.max(sizes, axis=1)[:, None], HOW)
         tl.store(data, _codes(values * scales, HOW), mask=inside)
         tl.store(inverse + block * rows + row, inverse_of(scales), mask=row < rows)
-        if HOW.across:
+        if HOW.columnwise:
             scales = _scale_of(tl.max(sizes, axis=0)[None, :], HOW)
             tl.store(transposed, _codes(values * scales, HOW), mask=inside)
-            tl.store(inverse_across + down * columns + column, inverse_of(scales), mask=in_width)
+            tl.store(
+                columnwise_inverse + down * columns + column, inverse_of(scales), mask=in_width
+            )
     if HOW.scales == "mx":
         _put_mx(values, row, column, inside, rows, columns, data, transposed, inverse,
-                inverse_across, HOW)  # fmt: skip
+                columnwise_inverse, HOW)  # fmt: skip
 
 
 @triton.jit
 def _put_scaled(scaled, data, transposed, inside, HOW: tl.constexpr):
     codes = _codes(scaled, HOW)
     tl.store(data, codes, mask=inside)
-    if HOW.across:
+    if HOW.columnwise:
         tl.store(transposed, codes, mask=inside)
 
 
 @triton.jit
 def _put_mx(
-    values, row, column, inside, rows, columns, data, transposed, inverse, inverse_across,
+    values, row, column, inside, rows, columns, data, transposed, inverse, columnwise_inverse,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile in blocks along rows and, if `HOW.across`, along columns, with E8M0 scales."""
+    """Cast a tile in blocks of rows and, if `HOW.columnwise`, of columns, with E8M0 scales."""
     sizes, is_inside = sizes_of(values), inside.to(tl.int32)
     shape: tl.constexpr = (HOW.rows, HOW.columns // MX_BLOCK, MX_BLOCK)
     scales = _e8m0_code(tl.max(tl.reshape(sizes, shape), axis=2), HOW)
@@ -275,7 +277,7 @@ def _put_mx(
     has_elements = tl.max(tl.reshape(is_inside, shape), axis=2) > 0
     place = packed_at(row, first // MX_BLOCK, tl.cdiv(columns, MX_BLOCK))
     tl.store(inverse + place, scales.to(tl.uint8), mask=has_elements)
-    if HOW.across:
+    if HOW.columnwise:
         turned: tl.constexpr = (HOW.rows // MX_BLOCK, MX_BLOCK, HOW.columns)
         scales = _e8m0_code(tl.max(tl.reshape(sizes, turned), axis=1), HOW)
         scaled = tl.reshape(values, turned) * _times(scales)[:, None, :]
@@ -283,7 +285,7 @@ def _put_mx(
         first = tl.min(tl.reshape(row, [HOW.rows // MX_BLOCK, MX_BLOCK]), axis=1)[:, None]
         has_elements = tl.max(tl.reshape(is_inside, turned), axis=1) > 0
         place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
-        tl.store(inverse_across + place, scales.to(tl.uint8), mask=has_elements)
+        tl.store(columnwise_inverse + place, scales.to(tl.uint8), mask=has_elements)
 
 
 @triton.jit

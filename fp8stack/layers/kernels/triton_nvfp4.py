@@ -39,7 +39,7 @@ def find_amaxes(x, figures, rows, columns, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "first_row"])  # a 1 would not be a tensor
 def cast(
-    x, amaxes, data, scales, transposed, scales_across, counter, streams, seed, first_row, rows,
+    x, amaxes, data, scales, transposed, columnwise_scales, counter, streams, seed, first_row, rows,
     columns, half_rows, half_columns, HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile to both copies, whose lines have half as many bytes as elements."""
@@ -49,7 +49,7 @@ def cast(
         bits = _bits(counter, streams, seed, first_row, row, column, HOW)
     tensor_amax = tl.load(amaxes)
     _put(values, bits, row, column, tensor_amax, rows, half_columns, data, scales, HOW)
-    if HOW.across:
+    if HOW.columnwise:
         values = tl.trans(values)
         if HOW.hadamard:
             values = _transformed(values, HOW)
@@ -57,8 +57,8 @@ def cast(
             bits = _bits(counter, streams + 1, seed, first_row, row, column, HOW)
             bits = tl.trans(bits)
         tensor_amax = tl.load(amaxes + 2)
-        _put(values, bits, column, row, tensor_amax, columns, half_rows, transposed, scales_across,
-             HOW)  # fmt: skip
+        _put(values, bits, column, row, tensor_amax, columns, half_rows, transposed,
+             columnwise_scales, HOW)  # fmt: skip
 
 
 @triton.jit

@@ -96,8 +96,8 @@ class KernelVariant:
             machine code that stores registers which nothing wrote. To be deleted when no torch that
             brings Triton 3.6 is supported.
         rows, columns: of a tile.
-        across, record, sums: whether a transpose, an amax and the sums over rows are wanted.
-        name, backward: of a `fused_casts.Product`.
+        columnwise, record, sums: whether a transpose, an amax and the sums over rows are wanted.
+        name, backward: of a `fused_casts.FusedInput`.
     """
 
     quantizer: Quantizer
@@ -110,7 +110,7 @@ class KernelVariant:
     assembly: bool = False
     rows: int = 128
     columns: int = 128
-    across: bool = True
+    columnwise: bool = True
     record: bool = False
     sums: bool = False
     name: str = "cast"

@@ -49,8 +49,14 @@ class BatchedCast:
         places = places or range(len(weights))
         rows: list[list[int]] = []
         owners: list[int] = []
-        for weight, (along, across), place in zip(weights, self.copies, places, strict=True):
-            tensors = (weight, along.data, across.data, along.inv_scale, across.inv_scale)
+        for weight, (rowwise, columnwise), place in zip(weights, self.copies, places, strict=True):
+            tensors = (
+                weight,
+                rowwise.data,
+                columnwise.data,
+                rowwise.inv_scale,
+                columnwise.inv_scale,
+            )
             first = len(owners)
             rows.append([*(t.data_ptr() for t in tensors), *weight.shape, first, place])
             high, wide = (

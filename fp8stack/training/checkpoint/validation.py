@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat
 
 from fp8stack.common import presets
 from fp8stack.common.errors import MissingRequirement, NoUsableCheckpoint, UserError, quoted
-from fp8stack.layers import Draws, build_backend
+from fp8stack.layers import RngState, build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
@@ -151,7 +151,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     plans = _parsed(list[_PlanOfPhase], checkpoint, "plans")
     _check_decisions(checkpoint, plan)
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
-    draws = Draws()
+    draws = RngState()
     for place, planned in enumerate(plans):
         # The FP8 state has the counters of all variants.
         if recipe_keys := identity.recipes.get(str(place)):
@@ -170,7 +170,7 @@ def has_weights(checkpoint: Checkpoint) -> None:
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     _parsed(list[_PlanOfPhase], checkpoint, "plans")
     _check_decisions(checkpoint, _plan(checkpoint))
-    model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), Draws())
+    model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), RngState())
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
 
@@ -223,7 +223,7 @@ def _recipe(recipe_keys: dict[str, Any], key: str) -> Recipe:
     )
 
 
-def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: Draws) -> GPT:
+def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: RngState) -> GPT:
     """A model on the meta device, to check tensors against. The variants of a run share `draws`."""
     chosen = recipe.model_copy(update={"attention": "compute"})  # FP8 attention needs a GPU to run
     left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}

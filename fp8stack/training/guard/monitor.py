@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels.replay import Replayed
-from fp8stack.layers.operands import Draws
+from fp8stack.layers.operands import RngState
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.checkpoint.state import largest_of_state
@@ -117,11 +117,11 @@ class Monitor:
         delayed: DelayedScaling | None = None,
         passes: int = 1,
         keep_norms: int = 0,
-        draws: Draws | None = None,
+        draws: RngState | None = None,
         log_rows: int = LOG_ROWS,
     ) -> None:
         self.config = config
-        self._draws = draws or Draws()
+        self._draws = draws or RngState()
         self._drawn: Tensor | None = None  # the counters before the current step, [layers]
         has_slots = delayed is not None and delayed.history.slots  # none, if no layer is in FP8
         self.amaxes = Amaxes(delayed, config, passes) if delayed is not None and has_slots else None

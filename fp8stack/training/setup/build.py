@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import Tokenizer
-from fp8stack.layers import Draws, build_backend
+from fp8stack.layers import RngState, build_backend
 from fp8stack.layers.compiler import is_compiled, require_compiler
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
@@ -210,7 +210,7 @@ def _build_variants(planned: _Plans, config: RunConfig) -> tuple[Variant, ...]:
     device. Raises a UserError if the model does not fit into the memory."""
     multiple = max(plan.vocabulary_multiple for plan in planned.plans)
     variants: list[Variant] = []
-    draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
+    draws = RngState(config.seed)  # shared: each phase continues the counters of the one before
     for plan, compiled in zip(planned.plans, planned.compiled, strict=True):
         backend = build_backend(plan, draws=draws)
         backend.weights.only_tracked_changes = True  # only the run's optimizers change them

@@ -194,8 +194,8 @@ def with_ends_before_the_last_row(sizes: np.ndarray, *arguments: Any) -> np.ndar
 
 
 def along_twice(exact: Any, operand: Any, x: Tensor, with_columns: bool, call: Any) -> Any:
-    along, _ = exact(operand, x, False, call)
-    return along, along._replace(layout=operand.layouts[1]) if with_columns else None
+    rowwise, _ = exact(operand, x, False, call)
+    return rowwise, rowwise._replace(layout=operand.layouts[1]) if with_columns else None
 
 
 def gradient_of_keys(change: Callable[[Tensor], Tensor]) -> Put:

@@ -9,7 +9,7 @@ import torch
 
 from fp8stack import GPTConfig
 from fp8stack.layers.kernels.activations import ACTIVATIONS, GRADIENTS, TRANSFORMER_ENGINES
-from fp8stack.layers.kernels.fused_casts import Product
+from fp8stack.layers.kernels.fused_casts import FusedInput
 from fp8stack.model.config import GATED_ACTIVATIONS, ActivationName
 
 NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
@@ -34,5 +34,5 @@ def test_an_activation_turns_the_outputs_of_the_first_linear_into_the_inner_widt
     shapes = config.linear_shapes()
     hidden = torch.ones(3, shapes["blocks.0.mlp.up"][1])
     assert shapes["blocks.0.mlp.down"][0] == 12
-    assert ACTIVATIONS[name](hidden).shape == Product(name, hidden).shape == (3, 12)
+    assert ACTIVATIONS[name](hidden).shape == FusedInput(name, hidden).shape == (3, 12)
     assert GRADIENTS[name](hidden, torch.ones(3, 12)).shape == hidden.shape

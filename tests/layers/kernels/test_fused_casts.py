@@ -20,7 +20,7 @@ from fp8stack.analysis.conform.quantizers import compare_copies, gemm_operand
 from fp8stack.common.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels.activations import ACTIVATIONS
-from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from fp8stack.layers.kernels.fused_casts import FusedInput, cast_blocks, cast_product, product_amax
 from tests.support.cases import case
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.sass import unwritten_registers
@@ -35,7 +35,9 @@ Range = tuple[np.ndarray, np.ndarray]
 """The least and the largest right value, elementwise."""
 
 
-def make_product(name: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool) -> Product:
+def make_product(
+    name: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool
+) -> FusedInput:
     """A product of both signs, with NaN, infinities and zeros; its last element is the amax."""
     generator = torch.Generator().manual_seed(len(name) + shape[0])
     rows, columns = shape
@@ -45,10 +47,10 @@ def make_product(name: str, shape: tuple[int, int], dtype: torch.dtype, backward
     row[: min(8, len(row) // 2)] = special[: min(8, len(row) // 2)]
     dy = torch.randn(shape, generator=generator)
     x[-1, -1], dy[-1, -1] = 9.0, 50.0
-    return Product(name, x.to(dtype), dy.to(dtype) if backward else None)
+    return FusedInput(name, x.to(dtype), dy.to(dtype) if backward else None)
 
 
-def moved(product: Product, device: str) -> Product:
+def moved(product: FusedInput, device: str) -> FusedInput:
     dy = None if product.dy is None else product.dy.to(device)
     return product._replace(x=product.x.to(device), dy=dy)
 
@@ -59,7 +61,7 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
         return to_numpy(torch.from_numpy(x.astype(np.float32)).to(dtype))
 
 
-def expected(product: Product) -> Range:
+def expected(product: FusedInput) -> Range:
     """The range of right values, computed in float64 and rounded where eager code rounds. Half its
     width, the error of exp, erf and divisions, is 2^-20 of the largest term; 0 for casts and
     ReLU^2."""
@@ -121,7 +123,7 @@ _SHARES = {"gelu": _cdf, "gelu_tanh": _tanh_share}
 _SLOPES = {"gelu": lambda x: _cdf(x) + x * _pdf(x), "gelu_tanh": _tanh_slope}
 
 
-def exact_gates(shape: tuple[int, int]) -> Product:
+def exact_gates(shape: tuple[int, int]) -> FusedInput:
     """A backward pass of SwiGLU whose sigmoids are 0, 1/2 or 1, so that its result is exact."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(shape[0], 2 * shape[1], generator=generator)
@@ -129,7 +131,7 @@ def exact_gates(shape: tuple[int, int]) -> Product:
     x[:, : shape[1]] = gates[torch.randint(3, shape, generator=generator)]
     dy = torch.randn(shape, generator=generator) * 10.0 ** torch.linspace(-9, 9, shape[0])[:, None]
     dy[0, 0] = math.nan
-    return Product("swiglu", x.bfloat16(), dy.bfloat16())
+    return FusedInput("swiglu", x.bfloat16(), dy.bfloat16())
 
 
 def differences(names: tuple[str, ...], device: str = "cpu") -> list[str]:
@@ -147,12 +149,12 @@ def differences(names: tuple[str, ...], device: str = "cpu") -> list[str]:
     return wrong + block_differences(device)
 
 
-def cast_differences(product: Product, on_device: Product, format: Any) -> list[str]:
+def cast_differences(product: FusedInput, on_device: FusedInput, format: Any) -> list[str]:
     case_name = f"{product.name} {tuple(product.shape)} {product.x.dtype} "
     case_name += f"{product.dy is not None} {format}: "
     scale = torch.tensor([1.0, SCALE], device=on_device.x.device)[1]
-    cast = cast_product(on_device, scale, format, across=True, record=True, sums=True)
-    data_only = cast_product(on_device, scale, format, across=False, record=False, sums=False)
+    cast = cast_product(on_device, scale, format, columnwise=True, record=True, sums=True)
+    data_only = cast_product(on_device, scale, format, columnwise=False, record=False, sums=False)
     low, high = expected(product)
     data, transposed = codes(cast.data.cpu()), codes(cast.transposed.cpu())
     sizes = [np.max(np.abs(end), where=~np.isnan(end), initial=0) for end in (low, high)]
@@ -186,10 +188,10 @@ def block_differences(device: str) -> list[str]:
     for shape, dtype in (((256, 128), torch.bfloat16), ((130, 200), torch.float16)):
         x = torch.randn(shape, generator=generator) * 10.0 ** torch.linspace(-4, 4, shape[1])
         x[1, 2], x[3], x[5, 7] = math.nan, 0, math.inf
-        product = Product("cast", x.to(dtype))
+        product = FusedInput("cast", x.to(dtype))
         wrong += block_cast_differences(product, Quantizer(block=(1, 128)), device)
     quantizer = Quantizer(block=(1, 128), scale="power_of_two")
-    tiny = Product("cast", torch.full((128, 128), 1e-38))
+    tiny = FusedInput("cast", torch.full((128, 128), 1e-38))
     wrong += block_cast_differences(tiny, quantizer, device)
     wrong += block_cast_differences(exact_gates((128, 256)), quantizer, device)
     product = make_product("relu2", (128, 128), DTYPES[0], True)
@@ -205,7 +207,7 @@ def mx_differences(device: str) -> list[str]:
     wide[1, 2], wide[3], wide[5, 7] = math.nan, 0, math.inf
     narrow = wide[:96, :96].bfloat16()
     narrow[narrow.abs() < 2.0**-126] = 0  # Triton's interpreter widens subnormals wrongly
-    products = [Product("cast", wide), Product("cast", narrow)]
+    products = [FusedInput("cast", wide), FusedInput("cast", narrow)]
     products += [exact_gates((128, 256)), exact_gates((160, 96))]
     products.append(make_product("relu2", (64, 160), DTYPES[0], True))
     products += products[:2]
@@ -218,11 +220,11 @@ def mx_differences(device: str) -> list[str]:
     return wrong
 
 
-def block_cast_differences(product: Product, quantizer: Quantizer, device: str) -> list[str]:
-    cast = cast_blocks(moved(product, device), quantizer, across=True, sums=True)
+def block_cast_differences(product: FusedInput, quantizer: Quantizer, device: str) -> list[str]:
+    cast = cast_blocks(moved(product, device), quantizer, columnwise=True, sums=True)
     values, limit = expected_exactly(product), float(torch.finfo(product.x.dtype).max)
     references = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
-    copies = (cast.data, cast.inv_scale), (cast.transposed, cast.inv_scale_across)
+    copies = (cast.data, cast.inv_scale), (cast.transposed, cast.columnwise_inv_scale)
     case_name = f"blocks of {product.name} {tuple(product.shape)}: "
     facts = compare_copies(copies, references, quantizer, gemm_operand)
     wrong = [case_name + line for line in facts.get("first", [])]
@@ -231,7 +233,7 @@ def block_cast_differences(product: Product, quantizer: Quantizer, device: str) 
     ]
 
 
-def expected_exactly(product: Product) -> np.ndarray:
+def expected_exactly(product: FusedInput) -> np.ndarray:
     """`expected`, of an `exact_gates` too."""
     if product.name != "swiglu" or product.dy is None:
         return expected(product)[0]
@@ -325,7 +327,7 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.empty(256, 256, dtype=torch.bfloat16)
-    product = Product(name, x, x if backward else None)
+    product = FusedInput(name, x, x if backward else None)
     quantizer = {
         "given": Quantizer(format=format),
         "rows": Quantizer(format=format, block=(1, 128)),
@@ -334,9 +336,9 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
     record, exact = scaled == "given", capability != 89
     variant = fused_casts.product_variant(product, quantizer, exact, sums=backward, record=record)
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
-    types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
+    types |= dict.fromkeys(("inverse", "columnwise_inverse", "amaxes", "sums"), "*fp32")
     if scaled == "mx":
-        types |= dict.fromkeys(("inverse", "inverse_across"), "*u8")
+        types |= dict.fromkeys(("inverse", "columnwise_inverse"), "*u8")
     types |= {"rows": "i32", "width": "i32"}
     code = code_of(
         triton_kernels.cast_product, types, {"HOW": variant}, capability, **fused_casts.LAUNCH

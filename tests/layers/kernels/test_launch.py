@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import fused_casts, nvfp4, variants
-from fp8stack.layers.kernels.fused_casts import Product
+from fp8stack.layers.kernels.fused_casts import FusedInput
 from fp8stack.numerics import RandomBits
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -100,15 +100,15 @@ def transposes() -> Any:
     return variants.transpose_bytes(torch.zeros(48, 80, dtype=torch.uint8))
 
 
-def product(name: str, *dtypes: torch.dtype) -> Product:
+def product(name: str, *dtypes: torch.dtype) -> FusedInput:
     x, *dy = (torch.zeros(32, 256, dtype=dtype) for dtype in dtypes)
     if name == "swiglu" and dy:
         dy = [dy[0][:, :128].contiguous()]
-    return Product(name, x, *dy)
+    return FusedInput(name, x, *dy)
 
 
 def cast() -> Any:
-    options = {"across": True, "record": True, "sums": True}
+    options = {"columnwise": True, "record": True, "sums": True}
     x = product("gelu", torch.bfloat16, torch.bfloat16)
     return fused_casts.cast_product(x, torch.ones(()), "e5m2", **options)
 
@@ -116,13 +116,13 @@ def cast() -> Any:
 def cast_in_blocks() -> Any:
     quantizer = Quantizer(block=(1, 128), scale="power_of_two")
     x = product("swiglu", torch.bfloat16, torch.float32)
-    return fused_casts.cast_blocks(x, quantizer, across=True, sums=False)
+    return fused_casts.cast_blocks(x, quantizer, columnwise=True, sums=False)
 
 
 def cast_in_mx_blocks() -> Any:
     quantizer = Quantizer(block=(1, 32), scale="e8m0")
     x = product("cast", torch.float32)
-    return fused_casts.cast_blocks(x, quantizer, across=False, sums=True)
+    return fused_casts.cast_blocks(x, quantizer, columnwise=False, sums=True)
 
 
 def amax() -> Any:
@@ -130,10 +130,10 @@ def amax() -> Any:
 
 
 def cast_to_fp4() -> Any:
-    along = Quantizer(format="e2m1", block=(1, 16), scale="e4m3", rounding="stochastic")
+    rowwise = Quantizer(format="e2m1", block=(1, 16), scale="e4m3", rounding="stochastic")
     bits = RandomBits(2**32 - 1, 3, torch.zeros((), dtype=torch.int64), 16)
     x = torch.zeros(32, 64, dtype=torch.bfloat16)
-    return nvfp4.cast_nvfp4(x, along, along, (bits, bits))
+    return nvfp4.cast_nvfp4(x, rowwise, rowwise, (bits, bits))
 
 
 CALLS: list[Any] = [transposes, cast, cast_in_blocks, cast_in_mx_blocks, amax]

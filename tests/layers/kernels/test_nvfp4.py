@@ -68,11 +68,13 @@ def bits(device: str = "cpu") -> tuple[RandomBits, RandomBits]:
     return RandomBits(7, 6, count, first_row=40), RandomBits(7, 7, count, first_row=40)
 
 
-def expected(x: torch.Tensor, quantizer: Quantizer, across: bool, drawn: RandomBits) -> list[Any]:
+def expected(
+    x: torch.Tensor, quantizer: Quantizer, columnwise: bool, drawn: RandomBits
+) -> list[Any]:
     """The codes of a copy's lines, its block scales in tiles, and its upper scale."""
-    quantized = numerics.quantize(x, quantizer, 0 if across else 1, drawn)
+    quantized = numerics.quantize(x, quantizer, 0 if columnwise else 1, drawn)
     data, scales = quantized.data, quantized.scales.view(torch.uint8)
-    if across:
+    if columnwise:
         data, scales = data.t(), scales.t()
     assert quantizer.blocks is not None
     upper = torch.where(quantized.has_nan, torch.nan, quantized.amax * torch.tensor(1 / 2688))
@@ -82,16 +84,16 @@ def expected(x: torch.Tensor, quantizer: Quantizer, across: bool, drawn: RandomB
 def differences(device: str = "cpu") -> list[str]:
     """The cases in which copies differ from `quantize`, the first cast with the second or alone."""
     wrong = []
-    for (name, x), (way, across) in itertools.product(inputs(), WAYS.items()):
+    for (name, x), (way, columnwise) in itertools.product(inputs(), WAYS.items()):
         if " of " not in name and way not in ("squares", "drawn hadamard"):
             continue
-        along = replace(across, hadamard=0)
-        drawn = bits(device) if along.stochastic else (None, None)
-        cases = {"along": (along, False), "across": (across, True)}
-        copies = dict(zip(cases, cast_nvfp4(x.to(device), along, across, drawn), strict=True))
+        rowwise = replace(columnwise, hadamard=0)
+        drawn = bits(device) if rowwise.stochastic else (None, None)
+        cases = {"along": (rowwise, False), "across": (columnwise, True)}
+        copies = dict(zip(cases, cast_nvfp4(x.to(device), rowwise, columnwise, drawn), strict=True))
         if way == "squares":
-            cases["alone"] = along, False
-            copies["alone"], none = cast_nvfp4(x.to(device), along, None)
+            cases["alone"] = rowwise, False
+            copies["alone"], none = cast_nvfp4(x.to(device), rowwise, None)
             assert none is None
         for copy, (quantizer, turned) in cases.items():
             matrix = copies[copy]
@@ -122,13 +124,13 @@ def test_both_copies_are_those_of_quantize_to_the_bit():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_operators_are_as_torch_wants_them(way):
-    x, across = torch.randn(32, 48).bfloat16(), WAYS[way]
-    torch.library.opcheck(torch.ops.fp8stack.nvfp4_amaxes.default, (x, across.hadamard))
-    amaxes = torch.ops.fp8stack.nvfp4_amaxes(x, across.hadamard)
-    drawn = (torch.tensor(3), torch.tensor([6, 7])) if across.stochastic else (None, None)
+    x, columnwise = torch.randn(32, 48).bfloat16(), WAYS[way]
+    torch.library.opcheck(torch.ops.fp8stack.nvfp4_amaxes.default, (x, columnwise.hadamard))
+    amaxes = torch.ops.fp8stack.nvfp4_amaxes(x, columnwise.hadamard)
+    drawn = (torch.tensor(3), torch.tensor([6, 7])) if columnwise.stochastic else (None, None)
     height = 16 if way == "squares" else 1
     for with_second in (True, False):
-        arguments = (x, amaxes, height, across.hadamard, with_second, *drawn, 7, 0)
+        arguments = (x, amaxes, height, columnwise.hadamard, with_second, *drawn, 7, 0)
         torch.library.opcheck(torch.ops.fp8stack.cast_nvfp4.default, arguments)
 
 
@@ -140,7 +142,7 @@ def code(kernel: str, capability: int, *, bf16: bool = True, **variant: Any) -> 
     if kernel == "find_amaxes":
         types |= {"figures": "*fp32"} | sizes
     else:
-        copies = dict.fromkeys(("data", "scales", "transposed", "scales_across"), "*u8")
+        copies = dict.fromkeys(("data", "scales", "transposed", "columnwise_scales"), "*u8")
         drawn = {"counter": "*i64", "streams": "*i64", "seed": "i64", "first_row": "i32"}
         halves = dict.fromkeys(("half_rows", "half_columns"), "i32")
         types |= {"amaxes": "*fp32"} | copies | drawn | sizes | halves
@@ -177,7 +179,7 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cast", {"hadamard": 16}),
     ("cast", {"hadamard": 0}),
     ("cast", {"hadamard": 0, "height": 16}),
-    ("cast", {"hadamard": 0, "across": False}),
+    ("cast", {"hadamard": 0, "columnwise": False}),
     ("find_amaxes", {"hadamard": 16}),
     ("find_amaxes", {"hadamard": 0}),
 )
@@ -214,7 +216,7 @@ def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
 
-    variant = {"hadamard": 0, "bf16": True, "stochastic": True, "across": False}
+    variant = {"hadamard": 0, "bf16": True, "stochastic": True, "columnwise": False}
     tensors = torch.bfloat16, torch.float32, *[torch.uint8] * 4, torch.int64, torch.int64
     numbers = seed, first_row, 256, 128, 128, 64
     options = nvfp4.compiled_for("cast", exact=True, **variant) | {"capability": 100}

@@ -99,7 +99,7 @@ def test_a_tensor_that_is_not_contiguous_casts_like_its_copy():
 def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
     x, scale = torch.randn(3, 5), torch.tensor(2.0)
     all_outputs = [output for output in cast_transpose(x, scale) if output is not None]
-    data, transposed, amax = cast_transpose(x, scale, across=False)
+    data, transposed, amax = cast_transpose(x, scale, columnwise=False)
     assert transposed is None
     assert amax is not None
     assert torch.equal(amax, all_outputs[2])
@@ -115,11 +115,11 @@ def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
         cast_transpose(x, scale, "e8m0")
 
 
-@pytest.mark.parametrize(("across", "record"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("columnwise", "record"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("shape", [(33, 20), (1, 16), (16, 1), (0, 4)])
-def test_the_operator_is_as_torch_wants_it(shape, across, record):
+def test_the_operator_is_as_torch_wants_it(shape, columnwise, record):
     x = torch.randn(shape).to(torch.bfloat16)
-    arguments = ("cast", x, None, torch.tensor(3.7), "e4m3", across, record, False)
+    arguments = ("cast", x, None, torch.tensor(3.7), "e4m3", columnwise, record, False)
     torch.library.opcheck(torch.ops.fp8stack.cast_product.default, arguments)
 
 

@@ -213,8 +213,8 @@ class State:
 class Operand(NamedTuple):
     """FP8 values of a matrix for a GEMM over its columns and, transposed, one over its rows."""
 
-    along: Tensor
-    across: Tensor
+    rowwise: Tensor
+    columnwise: Tensor
     inverse: Tensor
 
 
@@ -313,10 +313,10 @@ class _Multiply(torch.autograd.Function):
         module, number, first, dtype, out_dtype = settings
         x_fp8 = module.quantize(x, number, "input")
         w_fp8 = module.quantize_weight(weight, number, first)
-        y = _gemm(x_fp8.along, w_fp8.along.t(), x_fp8.inverse * w_fp8.inverse)
+        y = _gemm(x_fp8.rowwise, w_fp8.rowwise.t(), x_fp8.inverse * w_fp8.inverse)
         if bias is not None:
             y += bias.to(dtype).float()
-        ctx.save_for_backward(x_fp8.across, x_fp8.inverse, w_fp8.across, w_fp8.inverse)
+        ctx.save_for_backward(x_fp8.columnwise, x_fp8.inverse, w_fp8.columnwise, w_fp8.inverse)
         ctx.tensor_objects, ctx.settings = True, settings
         # The first module of an autocast updates the scales at the end of its backward pass.
         ctx.updates = number == 1 and any(ctx.needs_input_grad) and NOW.is_first_module
@@ -337,9 +337,9 @@ class _Multiply(torch.autograd.Function):
             dx = dw = db = None
             if ctx.needs_input_grad[0] or type(module) not in (Linear, GroupedLinear):
                 # a norm is in front
-                dx = _gemm(dy_fp8.along, w.t(), dy_fp8.inverse * w_inverse).to(dtype)
+                dx = _gemm(dy_fp8.rowwise, w.t(), dy_fp8.inverse * w_inverse).to(dtype)
             if ctx.needs_input_grad[1]:
-                dw = _gemm(dy_fp8.across, x.t(), dy_fp8.inverse * x_inverse).to(dtype)
+                dw = _gemm(dy_fp8.columnwise, x.t(), dy_fp8.inverse * x_inverse).to(dtype)
             if ctx.needs_input_grad[2]:
                 db = dy.float().sum(0).to(dtype)
         if ctx.updates:

@@ -12,7 +12,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from fp8stack.common.errors import NumericFailure
-from fp8stack.layers.operands import Draws
+from fp8stack.layers.operands import RngState
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
@@ -83,7 +83,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_count(loss, norm,
 
 
 def test_the_first_step_restores_counters_on_the_device_although_no_layer_moved_them_before():
-    draws = Draws()
+    draws = RngState()
     draws.layer("a"), draws.layer("b")
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     monitor = Monitor(torch.optim.SGD([parameter]), GuardConfig(), draws=draws)
