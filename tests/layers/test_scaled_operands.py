@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8stack.layers import build_backend, fp8_state, fused_mlp
 from fp8stack.layers import torch as torch_backend
-from fp8stack.layers.emulate import Emulated, Layout
+from fp8stack.layers.emulate import Emulated, EmulatedLayout
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision import Hardware
@@ -204,8 +204,8 @@ def test_the_plain_gemm_is_one_of_bfloat16_throughout():
     for turned_a, turned_b in ((False, False), (False, True), (True, True)):
         first, second = matrices[turned_a][0].bfloat16(), matrices[turned_b][1].bfloat16()
         copies = (
-            Emulated(first, None, Layout(turned_a, False)),
-            Emulated(second, None, Layout(turned_b, False)),
+            Emulated(first, None, EmulatedLayout(turned_a, False)),
+            Emulated(second, None, EmulatedLayout(turned_b, False)),
         )
         for added in (None, bias):
             y = backend.matmul(*copies, torch.bfloat16, bias=added)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from fp8stack.layers.backend import DTYPES
-from fp8stack.layers.emulate import Emulated, Layout, emulated_matmul, in_bf16
+from fp8stack.layers.emulate import Emulated, EmulatedLayout, emulated_matmul, in_bf16
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.recipe import ComputeDtype
@@ -76,7 +76,7 @@ def _kinds(hardware: Hardware, plan: Plan) -> set[tuple[ComputeDtype, bool]]:
 @cache
 def measured_cpu_tflops(dtype: ComputeDtype, by_bf16: bool, threads: int) -> float:
     """The best rate of a matmul, in TFLOP/s. `threads`, torch's number, is a cache key."""
-    layout = Layout(transposed=False, in_bf16=by_bf16)
+    layout = EmulatedLayout(transposed=False, in_bf16=by_bf16)
 
     def burst(size: int) -> float:
         a = torch.ones(size, size, dtype=DTYPES[dtype])
