@@ -176,7 +176,7 @@ def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recip
 def quantized(layer: Any, x: Tensor, name: str) -> tuple[Scaled, Scaled]:
     """Both copies of an operand."""
     call = Call(record=False, rows=len(x), has_bias=False, after_norm=True)
-    rows, columns = layer.backend.quantize(x, layer.quantizers[name], True, call)
+    rows, columns = layer.quantizers[name].cast(x, True, call)
     return rows, columns
 
 
@@ -213,7 +213,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
     for name in ("input", "weight", "grad_output"):
         x = normal(128, 256, seed=3).bfloat16()
         for copy, operand in zip(quantized(layer, x, name), (x, x.t()), strict=True):
-            quantizer = layer.quantizers[name].quantizer
+            quantizer = layer.quantizers[name].joint_cast.quantizer
             data, scales = numerics.quantize(operand.contiguous(), quantizer)[:2]
             assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
             unpacked = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
