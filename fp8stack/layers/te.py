@@ -481,7 +481,7 @@ class TEBackend(Backend):
         the forward and in the backward pass."""
         trains = layer.training and torch.is_grad_enabled()
         records = trains if self.delayed is None else self.delayed.records(trains)
-        self.count_gemms(gemms[0])
+        self.gemm_count += gemms[0]
         generation = self.weights.generation
         changed = core.generation != generation or not self.weights.copies_are_current
         first = changed if records else None  # None: quantize for this call only
@@ -537,7 +537,7 @@ class TEBackend(Backend):
     def _before_backward(
         self, core: StatelessTEModule, records: bool, gemms: int, dy: Tensor
     ) -> Tensor | None:
-        self.count_gemms(gemms)
+        self.gemm_count += gemms
         self.weights.backward_ran()
         core.set_recording(_BWD, records)
         return _with_infinities(dy) if gemms and self.hides_nan else None
