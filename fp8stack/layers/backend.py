@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
-from fp8stack.layers.delayed import DelayedScaling, device_of
+from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.grouped import GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
@@ -55,6 +55,8 @@ class Backend:
         draws: the random number counters of stochastic rounding, shared by the models of a run's
             phases.
         weights: detects changes of the weights.
+        matmul_precision: the argument of torch.set_float32_matmul_precision.
+        gemm_count: the number of GEMMs on FP8 operands in eager code since `fp8_gemms` ran.
         caches_weights: whether quantized weights are cached until they change.
         compiles_whole: whether torch.compile traces all layers; else code is compiled around some.
     """
@@ -74,19 +76,17 @@ class Backend:
         self.vocabulary_multiple = plan.vocabulary_multiple
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
-        self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
+        self.matmul_precision = "high" if plan.compute_dtype == "tf32" else "highest"
+        self.gemm_count = 0
         self._delegates: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
         size = Size(in_features, out_features, bias)
-        layer = self.plan.layer(name) if self.plan.is_fp8 else None
-        if layer is None or layer.quantizers is None:
+        fp8_layer = self._fp8_layer(name)
+        if fp8_layer is None:
             return plain_linear(size, self.compute_dtype)
-        slots = None if self.delayed is None else self.delayed.add_layer(name, layer.quantizers)
-        draws = self.draws.layer(name) if layer.quantizers.stochastic else None
-        operands = LayerOperands(layer.quantizers, slots, draws)
-        builder = self._delegates[layer.backend] if layer.backend else self
+        builder, layer, operands = fp8_layer
         return builder.fp8_linear(layer, size, operands)
 
     def grouped_linear(
@@ -95,16 +95,26 @@ class Backend:
         """A linear for each of some groups of rows, with parameters `weight` [groups, out, in] and,
         if `bias`, `bias` [groups, out]. The plan has it as a layer of (in, out)."""
         size = GroupedSize(groups, in_features, out_features, bias)
+        fp8_layer = self._fp8_layer(name, groups)
+        if fp8_layer is None:
+            return GroupedLinear(size, self.compute_dtype)
+        builder, layer, operands = fp8_layer
+        return builder.fp8_grouped_linear(layer, size, operands)
+
+    def _fp8_layer(
+        self, name: str, groups: int = 0
+    ) -> tuple[Backend, LayerPlan, LayerOperands] | None:
+        """The backend that builds the layer `name`, the layer's plan, and its operands, whose state
+        is added; None if the layer is not in FP8."""
         layer = self.plan.layer(name) if self.plan.is_fp8 else None
         if layer is None or layer.quantizers is None:
-            return GroupedLinear(size, self.compute_dtype)
+            return None
         slots = None
         if self.delayed is not None:
             slots = self.delayed.add_layer(name, layer.quantizers, groups)
         draws = self.draws.layer(name, groups) if layer.quantizers.stochastic else None
-        operands = LayerOperands(layer.quantizers, slots, draws)
         builder = self._delegates[layer.backend] if layer.backend else self
-        return builder.fp8_grouped_linear(layer, size, operands)
+        return builder, layer, LayerOperands(layer.quantizers, slots, draws)
 
     def delegate_to(self, delegate: Backend) -> None:
         """Have `delegate` build the layers that the plan assigns to it. They share the state of
@@ -136,10 +146,8 @@ class Backend:
         return y
 
     def mlp(self, x: Tensor, mlp: nn.Module) -> Tensor:
-        """`mlp(x)`, as one operation where the backend has one.
-
-        `mlp` has the linears `up` and `down` and, by name, the `activation` between them.
-        """
+        """`mlp(x)`, as one operation where the backend has one. `mlp` has the linears `up` and
+        `down` and, by name, the `activation` between them."""
         y: Tensor = mlp(x)
         return y
 
@@ -177,25 +185,20 @@ class Backend:
         Returns:
             [B, H, T, E] in the dtype of `v`.
         """
-        options: Any = {"mask": mask, "dropout": dropout}
         if self.plan.recipe.attention != "fp32":
-            return attend(q.to(v.dtype), k.to(v.dtype), v, **options)
+            return attend(q.to(v.dtype), k.to(v.dtype), v, mask=mask, dropout=dropout)
         with no_autocast(v.device.type):
-            return attend(q.float(), k.float(), v.float(), **options).to(v.dtype)
+            return attend(q.float(), k.float(), v.float(), mask=mask, dropout=dropout).to(v.dtype)
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks on `model`, built of this backend's layers, that update FP8 state and
         cache quantized weights."""
-        model.stochastic_rounding = self.draws  # type: ignore[assignment]
-        if self.draws.layers:
-            model.register_forward_pre_hook(self._move_draws, with_kwargs=True)
+        self.draws.attach(model)
         if self.delayed is not None:
             self.delayed.attach(model)
         elif self.caches_weights:
             layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLayer)]
-            self.weights.watch(layers)
-            model.register_forward_pre_hook(self._begin_pass)
-
+            self.weights.attach(model, layers)
         for backend in (self, *self._delegates.values()):
             backend.register_hooks(model)
 
@@ -215,15 +218,6 @@ class Backend:
     def before_all_gather(self) -> None:
         """Called on all ranks before each pass of a model that is sharded by FSDP2."""
 
-    def _move_draws(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
-    ) -> None:
-        counter = next(iter(self.draws.layers.values())).counter
-        self.draws.move(device_of(model, (args, kwargs), counter.device))
-
-    def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        self.weights.begin_pass(model.training and torch.is_grad_enabled())
-
     def compile_casts(self, backend: CompileBackend, mode: str) -> None:
         """Compile the casts of weights that run outside of compiled blocks, by torch.compile's
         `backend` in its `mode`."""
@@ -234,20 +228,10 @@ class Backend:
         for backend in (self, *self._delegates.values()):
             backend.weights.note_compiled_call()
 
-    @property
-    def matmul_precision(self) -> str:
-        """The argument of torch.set_float32_matmul_precision: TF32 only if the plan says so."""
-        return "high" if self.plan.compute_dtype == "tf32" else "highest"
-
     def set_matmul_precision(self, *_: object) -> None:
         """Set torch's precision of float32 GEMMs, for the process: a hook before the forward passes
         of a model, whose backward passes then have it too."""
         torch.set_float32_matmul_precision(self.matmul_precision)
-
-    def count_gemms(self, count: int) -> None:
-        """Add to the number of GEMMs on FP8 operands; compiled code is not counted."""
-        if not torch.compiler.is_compiling():
-            self.gemm_count += count
 
     def fp8_gemms(self) -> int:
         """The number of GEMMs on FP8 operands that ran since the last call."""

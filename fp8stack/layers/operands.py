@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand, Quantizers
-from fp8stack.layers.delayed import Slots
+from fp8stack.layers.delayed import Slots, device_of
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.numerics import RandomBits
 from fp8stack.numerics.amax_history import moved
@@ -34,6 +34,18 @@ class RngState:
     def layer(self, path: str, groups: int = 0) -> LayerRngState:
         """The counter of the layer at a module path, of a grouped linear if it has `groups`."""
         return self.layers.setdefault(path, LayerRngState(self.seed, path, groups))
+
+    def attach(self, model: nn.Module) -> None:
+        """Make the counters FP8 state of `model`, on the device of each of its forward passes."""
+        model.stochastic_rounding = self  # type: ignore[assignment]
+        if self.layers:
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+    ) -> None:
+        counter = next(iter(self.layers.values())).counter
+        self.move(device_of(model, (args, kwargs), counter.device))
 
     def move(self, device: torch.device) -> None:
         """Move the counters to `device`; to meta only while they are 0, which they are again when

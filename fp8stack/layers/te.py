@@ -154,7 +154,7 @@ class StatelessTEModule:
     def __init__(
         self,
         module: nn.Module,
-        delayed: DelayedScaling | None,
+        backend: TEBackend,
         recipe: te_recipes.Recipe,
         gemms: int,
         places: dict[str, Place],
@@ -164,14 +164,22 @@ class StatelessTEModule:
         self.gemms = gemms
         self.places = places
         self.generation = -1  # of the weights that TE has quantized
-        self._delayed = delayed
+        self._backend = backend
         self._states: dict[str, TEState] = {}
         self._ready = False
 
     def __call__(
-        self, *inputs: Tensor, parameters: dict[str, Tensor | None] | None = None, **options: Any
+        self,
+        *inputs: Tensor,
+        records: bool,
+        backward_gemms: int = 0,
+        parameters: dict[str, Tensor | None] | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Call the module in FP8, with TE's arguments; `parameters` have TE's names."""
+        """Call the module in FP8, with TE's arguments; `parameters` have TE's names. `records` is
+        whether to use the amaxes that TE records in the forward and the backward pass, which has
+        `backward_gemms` GEMMs of linears."""
+        self._set_recording(_FWD, records)
         before = dict(self.module._parameters)
         self.module._parameters.update(parameters or {})  # type: ignore[arg-type]
         try:
@@ -179,16 +187,26 @@ class StatelessTEModule:
                 y: Tensor = self.module(*inputs, **options)
         finally:
             self.module._parameters.update(before)
+        if y.requires_grad:
+            hook = partial(self._before_backward, records, backward_gemms)
+            y.register_hook(hook)  # type: ignore[no-untyped-call]
         return y
 
-    def set_recording(self, key: str, records: bool) -> None:
+    def _before_backward(self, records: bool, gemms: int, dy: Tensor) -> Tensor | None:
+        backend = self._backend
+        backend.gemm_count += gemms
+        backend.weights.backward_ran()
+        self._set_recording(_BWD, records)
+        return _with_infinities(dy) if gemms and backend.hides_nan else None
+
+    def _set_recording(self, key: str, records: bool) -> None:
         """Set whether the amaxes that TE records from now on in the state `key` are used."""
         if not self._ready:
             self._prepare()
         state = self._states.get(key)
         if state is not None and state.records != records:
-            assert isinstance(self._delayed, TEDelayedScaling)
-            self._delayed.read_amaxes([state])  # recorded so far
+            assert isinstance(self._backend.delayed, TEDelayedScaling)
+            self._backend.delayed.read_amaxes([state])  # recorded so far
             state.records = records
 
     def _prepare(self) -> None:
@@ -200,13 +218,13 @@ class StatelessTEModule:
         with torch.inference_mode(False), te.autocast(enabled=True, recipe=self.recipe):
             module.init_fp8_metadata(num_gemms=self.gemms)
             if self.places:
-                assert isinstance(self._delayed, TEDelayedScaling)
+                assert isinstance(self._backend.delayed, TEDelayedScaling)
                 for key in (_FWD, _BWD):
                     places = {
                         slot: place for slot, (state, place) in self.places.items() if state == key
                     }
                     self._states[key] = TEState(module.fp8_meta[key], places)
-                self._delayed.register_states(self._states.values())
+                self._backend.delayed.register_states(self._states.values())
         self._ready = True
 
 
@@ -398,7 +416,11 @@ class TEBackend(Backend):
         is_whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
         if path is None or not is_whole:
             return super().attention(q, k, v, dropout=dropout, mask=mask)
-        core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
+        has_slots = FP8_ATTENTION[self.plan.recipe.attention].slots
+        key = (path if has_slots else "", q.shape[1], k.shape[1], q.shape[3])
+        core = self._attention.get(key)
+        if core is None:
+            core = self._attention[key] = _attention_core(self, *key)
         # Modules with slots are always in training mode: else TE could choose FlashAttention 3, if
         # installed, over cuDNN on Hopper, with other results.
         core.module.train(torch.is_grad_enabled() or bool(core.places))
@@ -406,29 +428,13 @@ class TEBackend(Backend):
         rows = [x.to(v.dtype).transpose(1, 2).contiguous() for x in (q, k, v)]
         try:
             with no_autocast(v.device.type):
-                y = self._call(core, records, 0, *rows)
+                y = core(*rows, records=records)
         except ValueError as error:
             if "attention backend" not in str(error):
                 raise
             # TE found that cuDNN has no kernel.
             raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
         return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
-
-    def _attention_core(self, path: str, heads: int, groups: int, width: int) -> StatelessTEModule:
-        recipe = self.plan.recipe
-        slots = FP8_ATTENTION[recipe.attention].slots
-        key = (path if slots else "", heads, groups, width)
-        if key not in self._attention:
-            options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
-            module = te.DotProductAttention(heads, width, **options)
-            places: dict[str, Place] = {}
-            for operand in slots:
-                state, place = _ATTENTION[operand]
-                place -= _FIRST_OF_THIRD[state] if recipe.attention == "current" else 0
-                places[f"{path}.{operand}"] = state, place
-            te_recipe = te_attention_recipe(recipe)
-            self._attention[key] = StatelessTEModule(module, self.delayed, te_recipe, 3, places)
-        return self._attention[key]
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """The norm's output as a fused module casts it, recomputed."""
@@ -455,14 +461,14 @@ class TEBackend(Backend):
         `norm` before them. In training, weights are quantized once per optimizer step."""
         core = linears[0].cores.get(kind)
         if core is None:
-            core = linears[0].cores[kind] = self._core(kind, linears, norm, options)
+            core = linears[0].cores[kind] = _linear_core(kind, linears, norm, options)
         gemms = len(linears), _backward_gemms(x, parameters)
         return self._run(core, linears[0], gemms, x, parameters)
 
     def run_grouped(self, layer: TEGroupedLinear, x: Tensor, sizes: Tensor) -> Tensor:
         """The output of TE's GroupedLinear for groups of `sizes`, int64 on the CPU."""
         if layer.core is None:
-            layer.core = self._grouped_core(layer)
+            layer.core = _grouped_core(layer)
         gemms = 1, x.requires_grad + layer.weight.requires_grad
         return self._run(
             layer.core, layer, gemms, self.show_nan(x), layer.parameters_of_groups(), sizes
@@ -481,66 +487,66 @@ class TEBackend(Backend):
         the forward and in the backward pass."""
         trains = layer.training and torch.is_grad_enabled()
         records = trains if self.delayed is None else self.delayed.records(trains)
-        self.count_gemms(gemms[0])
+        self.gemm_count += gemms[0]
         generation = self.weights.generation
         changed = core.generation != generation or not self.weights.copies_are_current
         first = changed if records else None  # None: quantize for this call only
-        options_of_call: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
+        options: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
         with torch.autocast(x.device.type, dtype=self.compute_dtype):
-            y = self._call(core, records, gemms[1], x, *inputs, **options_of_call)
+            y = core(x, *inputs, records=records, backward_gemms=gemms[1], **options)
         if records:
             core.generation = generation
         return y
 
-    def _core(
-        self, kind: type, linears: list[TELinear], norm: nn.Module | None, options: dict[str, Any]
-    ) -> StatelessTEModule:
-        first, inner = linears[0], linears[1].in_features if linears[1:] else None
-        options |= {"bias": first.bias is not None, "params_dtype": torch.float32, "device": "meta"}
-        if norm is not None:
-            options |= {"eps": norm.eps, "normalization": _NORMALIZATIONS[type(norm)]}
-        module = kind(first.in_features, inner or first.out_features, **options)
-        places = {
-            f"{linear.path}.{operand}": place
-            for linear, of_linear in zip(linears, _LINEARS, strict=False)
-            for operand, place in of_linear.items()
-            if self.te_recipe.delayed()
-        }
-        return StatelessTEModule(module, self.delayed, self.te_recipe, len(linears), places)
 
-    def _grouped_core(self, layer: TEGroupedLinear) -> StatelessTEModule:
-        options: dict[str, Any] = {"params_dtype": torch.float32, "device": "meta"}
-        options |= {"bias": layer.bias is not None, "use_grouped_tensor": False}
-        sizes = layer.groups, layer.in_features, layer.out_features
-        places = {
-            f"{layer.path}.{group}.{operand}": (state, place + group * _PER_GEMM[state])
-            for group in range(layer.groups)
-            for operand, (state, place) in _LINEARS[0].items()
-            if self.te_recipe.delayed()
-        }
-        module = te.GroupedLinear(*sizes, **options)
-        return StatelessTEModule(module, self.delayed, self.te_recipe, layer.groups, places)
+def _linear_core(
+    kind: type, linears: list[TELinear], norm: nn.Module | None, options: dict[str, Any]
+) -> StatelessTEModule:
+    """The TE module of class `kind` that computes `linears` and the `norm` before them."""
+    first, inner = linears[0], linears[1].in_features if linears[1:] else None
+    backend = first.backend
+    options |= {"bias": first.bias is not None, "params_dtype": torch.float32, "device": "meta"}
+    if norm is not None:
+        options |= {"eps": norm.eps, "normalization": _NORMALIZATIONS[type(norm)]}
+    module = kind(first.in_features, inner or first.out_features, **options)
+    places = {
+        f"{linear.path}.{operand}": place
+        for linear, of_linear in zip(linears, _LINEARS, strict=False)
+        for operand, place in of_linear.items()
+        if backend.te_recipe.delayed()
+    }
+    return StatelessTEModule(module, backend, backend.te_recipe, len(linears), places)
 
-    def _call(
-        self, core: StatelessTEModule, records: bool, gemms: int, *inputs: Tensor, **options: Any
-    ) -> Tensor:
-        """Call `core`. `records` applies to the forward and the backward pass; `gemms` is the
-        number of GEMMs of linears in the backward pass."""
-        core.set_recording(_FWD, records)
-        y = core(*inputs, **options)
-        if y.requires_grad:
-            y.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._before_backward, core, records, gemms)
-            )
-        return y
 
-    def _before_backward(
-        self, core: StatelessTEModule, records: bool, gemms: int, dy: Tensor
-    ) -> Tensor | None:
-        self.count_gemms(gemms)
-        self.weights.backward_ran()
-        core.set_recording(_BWD, records)
-        return _with_infinities(dy) if gemms and self.hides_nan else None
+def _grouped_core(layer: TEGroupedLinear) -> StatelessTEModule:
+    """The TE module that computes `layer`."""
+    backend = layer.backend
+    options: dict[str, Any] = {"params_dtype": torch.float32, "device": "meta"}
+    options |= {"bias": layer.bias is not None, "use_grouped_tensor": False}
+    sizes = layer.groups, layer.in_features, layer.out_features
+    places = {
+        f"{layer.path}.{group}.{operand}": (state, place + group * _PER_GEMM[state])
+        for group in range(layer.groups)
+        for operand, (state, place) in _LINEARS[0].items()
+        if backend.te_recipe.delayed()
+    }
+    module = te.GroupedLinear(*sizes, **options)
+    return StatelessTEModule(module, backend, backend.te_recipe, layer.groups, places)
+
+
+def _attention_core(
+    backend: TEBackend, path: str, heads: int, groups: int, width: int
+) -> StatelessTEModule:
+    """The TE module that computes attention at `path` with `groups` heads of keys and values."""
+    recipe = backend.plan.recipe
+    options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
+    module = te.DotProductAttention(heads, width, **options)
+    places: dict[str, Place] = {}
+    for operand in FP8_ATTENTION[recipe.attention].slots:
+        state, place = _ATTENTION[operand]
+        place -= _FIRST_OF_THIRD[state] if recipe.attention == "current" else 0
+        places[f"{path}.{operand}"] = state, place
+    return StatelessTEModule(module, backend, te_attention_recipe(recipe), 3, places)
 
 
 _REPEATABLE_CUDNN = 91900

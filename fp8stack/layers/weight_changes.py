@@ -150,6 +150,14 @@ class WeightChanges:
         optimizers are detected."""
         self._layers = list(layers)
 
+    def attach(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Watch the weights of `layers` and detect their changes before each pass of `model`."""
+        self.watch(layers)
+        model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        self.begin_pass(model.training and torch.is_grad_enabled())
+
     def mark_changed(self) -> None:
         """Note that weights changed."""
         self._changed = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,102 @@ def moved(x: Tensor, device: torch.device | str, first: float) -> Tensor:
     return torch.full_like(x, first, device=device) if x.is_meta else x.to(device)
 
 
-class AmaxHistory:
+class RecordedAmaxes:
+    """Amaxes recorded for each slot since the last update: `all_recorded`, float32 [slots], changed
+    in place.
+
+    A vector is a name for slots in adjacent columns that are cast together, as those of experts:
+    `column` and `recorded` take it as well.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._columns: dict[str, int | slice] = {}  # of slots and, as slices, of vectors
+        # The slots and vectors that have a tensor each in `_recorded`, with the length of a vector
+        # or 0; and by slot or vector, the index of its tensor, and its index in that.
+        self._sizes: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int | None]] = {}
+        self.all_recorded = torch.zeros(0, dtype=torch.float32, device=device)
+        self._recorded: list[Tensor] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # pickle gives each tensor separate memory; tensors that modules refer to must share memory.
+        self.all_recorded, cells = _cells(self.all_recorded, self._sizes.values())
+        for mine, cell in zip(self._recorded, cells, strict=True):
+            mine.set_(cell.untyped_storage(), cell.storage_offset(), cell.shape, cell.stride())
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of the slots, in the order of the columns."""
+        return [name for name, column in self._columns.items() if isinstance(column, int)]
+
+    def _add(self, slots: Sequence[str], vectors: Mapping[str, Sequence[str]]) -> None:
+        """Add a column for each of `slots`; see `AmaxHistory.extend`."""
+        first = len(self.all_recorded)
+        self._columns |= {slot: column for column, slot in enumerate(slots, first)}
+        by_first = {members[0]: (vector, members) for vector, members in vectors.items()}
+        for column, slot in enumerate(slots, first):
+            if slot in self._places:  # of the vector before
+                continue
+            name, members = by_first.get(slot, (slot, ()))
+            place = len(self._sizes)
+            self._places |= {member: (place, index) for index, member in enumerate(members)}
+            self._places[name] = place, None
+            self._sizes[name] = len(members)
+            if members:
+                self._columns[name] = slice(column, column + len(members))
+        recorded = torch.cat([self.all_recorded, self.all_recorded.new_zeros(len(slots))])
+        self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the amaxes to `device`, in place; see `AmaxHistory.to`."""
+        recorded = moved(self.all_recorded, device, 0)
+        self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
+        return self
+
+    def read(self) -> Tensor:
+        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to one tensor per
+        slot, so it does not use `all_recorded`, which aliases them."""
+        if torch.compiler.is_compiling():
+            return torch.cat([cell.view(-1) for cell in self._recorded])
+        return self.all_recorded
+
+    def write(self, values: Tensor | None) -> None:
+        """Replace the recorded amaxes with `values`, float32 [slots]; None is zeros."""
+        compiling = torch.compiler.is_compiling()
+        if values is None:
+            torch._foreach_zero_(self._recorded if compiling else [self.all_recorded])
+        elif compiling:
+            sizes = [size or 1 for size in self._sizes.values()]
+            by_cell = zip(torch.split(values, sizes), self._recorded, strict=True)
+            torch._foreach_copy_(
+                self._recorded, [amaxes.view(cell.shape) for amaxes, cell in by_cell]
+            )
+        else:
+            self.all_recorded.copy_(values)
+
+    def column(self, slot: str) -> int | slice:
+        """The index of `slot` in `history` and `scales`; of a vector, a slice."""
+        if slot not in self._columns:
+            raise UserError(f"The amax history has no slot '{slot}'.")
+        return self._columns[slot]
+
+    def recorded(self, slot: str) -> Tensor:
+        """The amax recorded for `slot` since the last update: float32, 0-dim or, of a vector,
+        [slots]; written in place."""
+        self.column(slot)  # says so if there is none
+        place, index = self._places[slot]
+        return self._recorded[place] if index is None else self._recorded[place][index]
+
+    def record(self, slot: str, amax: Tensor | float) -> None:
+        """Record the amax of a tensor that was cast for `slot`. Between two updates, the largest
+        amax is kept; NaN is ignored."""
+        recorded = self.recorded(slot)
+        largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
+        record_amax(recorded, largest.detach())  # a history has no gradient
+
+
+class AmaxHistory(RecordedAmaxes):
     """Amaxes and scales of every FP8 operand of a model: `history [length, slots]`, `scale
     [slots]`, both float32.
 
@@ -31,12 +126,10 @@ class AmaxHistory:
     the history, row 1 is the oldest and the last row the newest; row 0 stands for the recorded
     amaxes, which are in a separate tensor (see `_cells`).
 
-    A vector is a name for slots in adjacent columns that are cast together, as those of experts:
-    `column`, `scale` and `recorded` take it as well, and `state_dict` holds it as one tensor.
+    `scale` takes a vector as well, and `state_dict` holds it as one tensor.
 
     Slots may have windows of different lengths: `history` has the length of the longest, and a
-    shorter window is the last rows of its column. `scales` and `all_recorded`, the amaxes of all
-    slots recorded since the last update, are float32 [slots] and changed in place.
+    shorter window is the last rows of its column. `scales`, float32 [slots], is changed in place.
 
     Args:
         slots: the format of each slot by name, such as "e4m3", or its quantizer, whose length,
@@ -71,29 +164,11 @@ class AmaxHistory:
         except ValueError as error:
             reason = str(error).replace("history_length", "The length of an amax history")
             raise UserError(f"{reason}.") from error
-        self._column: dict[str, int] = {}
-        self._vectors: dict[str, slice] = {}
-        # The slots and vectors that have a tensor each in `_recorded`, with the length of a vector
-        # or 0; and by slot or vector, the place of its tensor, and its place in that.
-        self._sizes: dict[str, int] = {}
-        self._places: dict[str, tuple[int, int | None]] = {}
+        super().__init__(device)
         self._quantizers: list[Quantizer] = []
         self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
-        self.all_recorded, self._recorded = _cells(self.history.new_zeros(0), ())
         self.scales = torch.ones(0, dtype=torch.float32, device=device)
         self.extend(slots or {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # pickle gives each tensor separate memory; tensors that modules refer to must share memory.
-        self.all_recorded, cells = _cells(self.all_recorded, self._sizes.values())
-        for mine, cell in zip(self._recorded, cells, strict=True):
-            mine.set_(cell.untyped_storage(), cell.storage_offset(), cell.shape, cell.stride())
-
-    @property
-    def slots(self) -> list[str]:
-        """The names of the slots, in the order of the columns."""
-        return list(self._column)
 
     @property
     def is_new(self) -> bool:
@@ -115,7 +190,7 @@ class AmaxHistory:
         """
         added = []
         for slot, quantizer in slots.items():
-            if slot in self._column:
+            if slot in self._columns:
                 raise UserError(
                     f"The amax history has a slot '{slot}' already. Give it another name."
                 )
@@ -126,14 +201,10 @@ class AmaxHistory:
                     f"Slot '{slot}': a history has no scale for block = {quantizer.block}"
                 )
             added.append(quantizer)
-        self._column |= {slot: len(self._column) + n for n, slot in enumerate(slots)}
         self._quantizers += added
-        new = self.history.new_zeros(len(self._column) - len(self.all_recorded))
-        self._place(slots, vectors or {})
-        recorded = torch.cat([self.all_recorded, new])
-        self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
+        self._add(list(slots), vectors or {})
         length = max((q.history_length for q in self._quantizers), default=len(self.history))
-        history = self.history.new_zeros(length, len(self._column))
+        history = self.history.new_zeros(length, len(self._quantizers))
         rows, columns = min(length, len(self.history)), self.history.shape[1]
         history[length - rows :, :columns] = self.history[len(self.history) - rows :]
         self.history = history
@@ -141,76 +212,19 @@ class AmaxHistory:
         self._rules = _Rules.of(self._quantizers, history)
         self._chosen: dict[tuple[str, ...], Tensor] = {}  # results of `_flags`
 
-    def _place(self, slots: Iterable[str], vectors: Mapping[str, Sequence[str]]) -> None:
-        by_first = {members[0]: (vector, members) for vector, members in vectors.items()}
-        for slot in slots:
-            if slot in self._places:  # of the vector before
-                continue
-            name, members = by_first.get(slot, (slot, ()))
-            place = len(self._sizes)
-            self._places |= {member: (place, index) for index, member in enumerate(members)}
-            self._places[name] = place, None
-            self._sizes[name] = len(members)
-            if members:
-                self._vectors[name] = slice(self._column[slot], self._column[slot] + len(members))
-
-    def to(self, device: torch.device | str) -> AmaxHistory:
+    def to(self, device: torch.device | str) -> Self:
         """Move the state to `device`; in place, like `nn.Module.to`. The state is reset when
         it moves from meta, which holds no values."""
         self.history = moved(self.history, device, 0)
-        recorded = moved(self.all_recorded, device, 0)
-        self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
         self.scales = moved(self.scales, device, 1)
         self._rules = _Rules.of(self._quantizers, self.history)
         self._chosen.clear()
-        return self
-
-    def read(self) -> Tensor:
-        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to one tensor per
-        slot, so it does not use `all_recorded`, which aliases them."""
-        if torch.compiler.is_compiling():
-            return torch.cat([cell.view(-1) for cell in self._recorded])
-        return self.all_recorded
-
-    def write(self, values: Tensor | None) -> None:
-        """Replace the recorded amaxes with `values`, float32 [slots]; None is zeros."""
-        compiling = torch.compiler.is_compiling()
-        if values is None:
-            torch._foreach_zero_(self._recorded if compiling else [self.all_recorded])
-        elif compiling:
-            sizes = [size or 1 for size in self._sizes.values()]
-            by_cell = zip(torch.split(values, sizes), self._recorded, strict=True)
-            torch._foreach_copy_(
-                self._recorded, [amaxes.view(cell.shape) for amaxes, cell in by_cell]
-            )
-        else:
-            self.all_recorded.copy_(values)
-
-    def column(self, slot: str) -> int | slice:
-        """The index of `slot` in `history` and `scales`; of a vector, a slice."""
-        try:
-            return self._vectors[slot] if slot in self._vectors else self._column[slot]
-        except KeyError:
-            raise UserError(f"The amax history has no slot '{slot}'.") from None
+        return super().to(device)
 
     def scale(self, slot: str) -> Tensor:
         """The current scale of `slot`: float32, 0-dim or, for a vector, [slots]; a view that
         `update` changes."""
         return self.scales[self.column(slot)]
-
-    def recorded(self, slot: str) -> Tensor:
-        """The amax recorded for `slot` since the last update: float32, 0-dim or, of a vector,
-        [slots]; written in place."""
-        self.column(slot)  # says so if there is none
-        place, index = self._places[slot]
-        return self._recorded[place] if index is None else self._recorded[place][index]
-
-    def record(self, slot: str, amax: Tensor | float) -> None:
-        """Record the amax of a tensor that was cast for `slot`. Between two updates, the largest
-        amax is kept; NaN is ignored."""
-        recorded = self.recorded(slot)
-        largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
-        record_amax(recorded, largest.detach())  # a history has no gradient
 
     def update(self, slots: Iterable[str] | None = None) -> None:
         """Move the recorded amaxes of `slots` (by default all) into their windows and compute their
@@ -219,7 +233,7 @@ class AmaxHistory:
         A slot without recorded amaxes, or with only zeros, keeps its window and its scale. While a
         window contains an inf, its scale stays the same.
         """
-        if not self._column:
+        if not self._columns:
             return
         chosen = None if slots is None else self._flags(tuple(slots))
         last = self.read()
@@ -229,7 +243,7 @@ class AmaxHistory:
     def _flags(self, slots: tuple[str, ...]) -> Tensor:
         """Whether each slot is one of `slots`: bool [slots]."""
         if slots not in self._chosen:
-            flags = torch.zeros(len(self._column), dtype=torch.bool)
+            flags = torch.zeros(len(self._quantizers), dtype=torch.bool)
             flags[[self.column(slot) for slot in slots]] = True
             self._chosen[slots] = flags.to(self.history.device)
         return self._chosen[slots]
@@ -263,11 +277,10 @@ class AmaxHistory:
         [length, slots] and [slots]."""
         state = {}
         for slot in self._sizes:
-            column = self.column(slot)
-            rows = self.history[self._first_row(column) :, column].clone()
-            rows[0] = self.all_recorded[column]
-            state[f"{slot}.amax_history"] = rows
-            state[f"{slot}.scale"] = self.scales[column].clone()
+            window = self._window(slot).clone()
+            window[0] = self.all_recorded[self.column(slot)]
+            state[f"{slot}.amax_history"] = window
+            state[f"{slot}.scale"] = self.scale(slot).clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -278,35 +291,43 @@ class AmaxHistory:
                 that is negative or not finite; nothing is changed.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for slot, size in self._sizes.items():
-            length = len(self.history) - self._first_row(self.column(slot))
-            width = [size] if size else []
-            shapes |= {f"{slot}.amax_history": (length, *width), f"{slot}.scale": tuple(width)}
-        odd = sorted(shapes.keys() ^ state.keys())
-        if odd:
-            where = "is missing" if odd[0] in shapes else "is not a slot of this model"
-            raise UserError(f"FP8 state: '{odd[0]}' {where}. Load it into the model it came from.")
-        for name, shape in shapes.items():
-            if tuple(state[name].shape) != shape or state[name].dtype != torch.float32:
-                raise UserError(
-                    f"FP8 state: '{name}' is {state[name].dtype} {tuple(state[name].shape)}, not "
-                    f"float32 {shape}. Use the recipe that it was saved with."
-                )
-        for name in (f"{slot}.scale" for slot in self._sizes):
-            if not (state[name].isfinite() & (state[name] >= 0)).all():
-                raise UserError(
-                    f"FP8 state: '{name}' is negative or not finite. Give what fp8_state gave."
-                )
+        for slot in self._sizes:
+            shapes[f"{slot}.amax_history"] = tuple(self._window(slot).shape)
+            shapes[f"{slot}.scale"] = tuple(self.scale(slot).shape)
+        _require_state(state, shapes)
         for slot in self._sizes:
             column = self.column(slot)
-            rows = state[f"{slot}.amax_history"].to(self.history.device)
-            self.history[self._first_row(column) + 1 :, column] = rows[1:]
-            self.all_recorded[column] = rows[0]
+            window = state[f"{slot}.amax_history"].to(self.history.device)
+            self._window(slot)[1:] = window[1:]
+            self.all_recorded[column] = window[0]
             self.scales[column] = state[f"{slot}.scale"].to(self.scales.device)
 
-    def _first_row(self, column: int | slice) -> int:
+    def _window(self, slot: str) -> Tensor:
+        """The rows of `history` that `slot` uses, a view: [its length], of a vector [length,
+        slots]."""
+        column = self.column(slot)
         first = column.start if isinstance(column, slice) else column
-        return len(self.history) - self._quantizers[first].history_length
+        return self.history[-self._quantizers[first].history_length :, column]
+
+
+def _require_state(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a UserError unless `state` has exactly the tensors of `shapes`, float32, and scales
+    that are finite and not negative."""
+    odd = sorted(shapes.keys() ^ state.keys())
+    if odd:
+        where = "is missing" if odd[0] in shapes else "is not a slot of this model"
+        raise UserError(f"FP8 state: '{odd[0]}' {where}. Load it into the model it came from.")
+    for name, shape in shapes.items():
+        if tuple(state[name].shape) != shape or state[name].dtype != torch.float32:
+            raise UserError(
+                f"FP8 state: '{name}' is {state[name].dtype} {tuple(state[name].shape)}, not "
+                f"float32 {shape}. Use the recipe that it was saved with."
+            )
+    for name in shapes:
+        if name.endswith(".scale") and not (state[name].isfinite() & (state[name] >= 0)).all():
+            raise UserError(
+                f"FP8 state: '{name}' is negative or not finite. Give what fp8_state gave."
+            )
 
 
 class _Rules(NamedTuple):

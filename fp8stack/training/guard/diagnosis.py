@@ -170,7 +170,7 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
         run.backend.draws.load_state_dict(drawn)
         run.backend.weights.mark_changed()  # so that the next step quantizes the weights again
         run.backend.fp8_gemms()
-        run.backend.count_gemms(gemms)
+        run.backend.gemm_count = gemms
 
 
 @contextmanager
