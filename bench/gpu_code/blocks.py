@@ -165,7 +165,9 @@ def compile_for_gpu(
     context = config.context
     with (
         patch.object(GraphLowering, "compile_to_module", compiled),
-        patch.object(torch_backend, "_is_plain", lambda weight: True),  # fake ones stand for those
+        patch.object(
+            torch_backend, "is_castable_in_batch", lambda weight: True
+        ),  # fake ones stand for those
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         with CUDA:

@@ -208,7 +208,7 @@ def _on_shadows(shadow: Shadow, runs: list[ProgramRun]) -> Iterator[None]:
     with (
         patch.object(GraphLowering, "compile_to_module", compiled),
         patch.object(weight_casts, "launch_weights", launch_weights),
-        patch.object(torch_backend, "_is_plain", lambda weight: True),
+        patch.object(torch_backend, "is_castable_in_batch", lambda weight: True),
         patch.object(FakeTensor, "data_ptr", lambda x: shadow.real(x).data_ptr()),
         _kernels_on_the_cpu(),
     ):

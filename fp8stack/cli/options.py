@@ -122,7 +122,7 @@ GROUPS = {
     "phases backend strict",
     "Data": "data data_order document_mask tokenizer windows",
     "Training": "steps batch context accumulate lr schedule warmup_steps weight_decay optimizer "
-    "seed seeds until margin hours tokens prompt prompt_file temperature top_k top_p",
+    "seed seeds margin tokens prompt prompt_file temperature top_k top_p",
     "Machine": "device threads ranks parallel activation_checkpointing grad_compression compile "
     "capability gpu te memory price",
     "Files": "out overwrite resume eval_every save_every checkpoint_async config set",

@@ -79,9 +79,14 @@ class Slot:
             0-dim, None without `record`; and whether to record it, bool and 0-dim: false for a
             weight that has not changed since its amax was recorded, None stands for true.
         """
+        delayed, of_weight = self._delayed, self.operand == "weight"
+        scales = delayed.weight_scales if of_weight else delayed.history.scales
         recorded = self._recorded if record else None
-        counts = record and self.operand == "weight"
-        return self.scale(), recorded, self._entry(self._delayed.unrecorded) if counts else None
+        counts = delayed.unrecorded if record and of_weight else None
+        if torch.compiler.is_compiling():
+            return self._entry(scales), recorded, None if counts is None else self._entry(counts)
+        column = self.column  # in place of `_entry`: a linear calls this for each operand
+        return scales[column], recorded, None if counts is None else counts[column]
 
     def record(self, amax: Tensor) -> None:
         """Record the amax of a tensor that was cast: float32, 0-dim."""

@@ -310,7 +310,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             packed = a.dtype == torch.uint8  # two elements to a byte
             facts["rate"] = "half" if a.itemsize > 1 else "fp4" if packed else "fp8"
             product = outputs[0]
-            if "grouped" in name:  # each row is multiplied by the matrix of its group
+            # Offsets of groups: each row is multiplied by the matrix of its group.
+            if any(x.dtype == torch.int32 for x in inputs):
                 multiplications = a.numel() * (b if product.ndim == 3 else product).shape[1]
             else:
                 inner = math.isqrt(a.numel() * b.numel() // product.numel())

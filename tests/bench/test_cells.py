@@ -87,7 +87,7 @@ def test_a_run_that_was_ended_continues_with_the_cells_that_are_missing(
 ):
     """Cells that were measured under other conditions are not used."""
     monkeypatch.setattr(report, "write", write_json)
-    words = ["grid", *WORDS, "--out", tmp_path]
+    words = ["grid", *WORDS, "--parts", "sizes", "--out", tmp_path]
     assert bench(monkeypatch, Timed(stops_in=3), *words) == 130
     assert "The same command continues" in capsys.readouterr().err
     partial_file = tmp_path / "grid.partial.jsonl"

@@ -26,10 +26,10 @@ def check_pip(words: Sequence[str]) -> None:
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().splitlines()
     values = iter(words)
     for word in values:
-        if word in ("-c", "--index-url"):
+        if word in ("-c", "--index-url", "--target"):
             value = next(values)
-            assert word == "--index-url" or (ROOT / value).is_file(), value
-        elif word.startswith((".", "dist/fp8stack")):
+            assert word != "-c" or (ROOT / value).is_file(), value
+        elif word.startswith((".", "dist/fp8stack", "/")):
             for extra in re.findall(r"[\w-]+", word.partition("[")[2]):
                 assert extra in extras, f"pyproject.toml has no extra {extra}"
         elif not word.startswith("-"):

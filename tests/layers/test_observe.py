@@ -112,6 +112,7 @@ def test_a_grouped_linear_shows_what_a_loop_of_linears_over_its_groups_casts(siz
     quantizers = grouped.plan.layer("up.1").quantizers
     assert quantizers is not None
     assert quantizers.input is not None
+    grouped.delayed_scaling.apply_pending_update()
     for path in ("up.1", "up.2"):
         scale = scale_of(path, grouped.up, "input", x, quantizers.input)
         assert scale is not None

@@ -177,7 +177,7 @@ def linears(*sizes: tuple[int, int]) -> nn.Sequential:
         (Headed(output=nn.Linear(32, 96)), ["output"]),
         (Headed(logits=linears((32, 32), (32, 96))), ["logits.1"]),
         (Headed(lm_head=nn.ModuleDict({"w_out": nn.Linear(32, 48)})), ["lm_head.w_out"]),
-        (Headed(classifier=linears((32, 32), (32, 16))), ["classifier.1"]),
+        (Headed(classifier=linears((32, 32), (32, 16))), ["classifier.0", "classifier.1"]),
         (Headed(model=nn.ModuleDict({"score": nn.Linear(32, 16)})), ["model.score"]),
         (Headed(tie="blocks.1.up"), ["blocks.1.up"]),
         (Headed(proj=nn.Linear(32, 64)), []),

@@ -40,7 +40,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     rows = ({"text": " ".join(WORDS[i % 7 : 4 + i % 9] * 6)} for i in range(300))
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--train-bpe", "300", "--workers", "1", "--held-out", "0.2"]
+    flags = ["--train-bpe", "300", "--held-out", "0.2"]
     tokens = str(folder / "tokens")
     assert exit_code("prepare", str(folder / "texts.jsonl"), "--out", tokens, *flags) == 0
     return folder / "tokens"
@@ -229,7 +229,7 @@ def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command,
     word_tokenizer.add_special_tokens(["<|endoftext|>"])
     word_tokenizer.save(str(tmp_path / "words.json"))
     (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
-    flags = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens", "--workers", "1"]
+    flags = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens"]
     assert command("prepare", *flags) == 0
     assert command("pretrain", "--data", "tokens", "--out", "run", *SHORT) == 0
     assert (tmp_path / "run/sample.txt").read_text().startswith("\n")

@@ -274,7 +274,7 @@ def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(t
     library = Library(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
     library.save(str(tmp_path / "tokenizer.json"))
     other_run = on_tokens(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
-    remedy = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
+    remedy = ["--tokenizer", "bytes", "--out", str(tmp_path / "bytes")]
     assert exit_code("prepare", str(tmp_path / "text.txt"), *remedy) == 0
     message = refusal(scores, other_run, data=str(tmp_path / "bytes"))
     assert "Give text, or tokens that `fp8stack prepare` made of it" in message
