@@ -303,9 +303,9 @@ def _with_one_scale(
     """`scaled_copies` with one scale per tensor. In compiled code, inductor fuses a cast with a
     delayed scale with the computation of `x`, except the transpose if a reduction over rows
     computes or consumes `x`: it would be written byte by byte."""
-    quantizer, recorded, counts = cast.quantizer, None, None
+    quantizer, recorded, is_counted = cast.quantizer, None, None
     if cast.slot is not None:
-        scale, recorded, counts = cast.slot.cast_arguments(call.record)
+        scale, recorded, is_counted = cast.slot.cast_arguments(call.record)
     elif isinstance(x, FusedInput):  # current scaling: the amax comes first
         scale = numerics.current_scale(product_amax(x), quantizer)
     else:
@@ -317,11 +317,11 @@ def _with_one_scale(
         options["record"] = recorded is not None
         copies = cast_product(product, scale, quantizer.format, **options)
         if copies.amax is not None and recorded is not None:
-            record_amax(recorded, copies.amax, counts)
+            record_amax(recorded, copies.amax, is_counted)
         total = copies.sums if total is None else total
         return scaled_pair(copies.data, copies.transposed, scale, total)
     if recorded is not None:
-        record_amax(recorded, numerics.amax(x), counts)
+        record_amax(recorded, numerics.amax(x), is_counted)
     compiling = torch.compiler.is_compiling()
     dy = operand.name == "grad_output"
     reduced = operand.name == "input" or (dy and (call.has_bias or not call.after_norm))

@@ -227,7 +227,7 @@ def round(
     number: int,
     scale: Tensor | None,
     recorded: Tensor | None,
-    counts: Tensor | None,
+    is_counted: Tensor | None,
     counter: Tensor | None,
     seed: int,
     stream: int,
@@ -261,7 +261,7 @@ def round(
         work.scale = scale.data_ptr()
     if recorded is not None:
         work.recorded = recorded.data_ptr()
-        work.is_recording = 0 if counts is None else counts.data_ptr()
+        work.is_recording = 0 if is_counted is None else is_counted.data_ptr()
     if needs_amax:
         if (0, 1) in rule.blocks:
             columns_amax = torch.zeros(work.columns, dtype=torch.int32)
@@ -369,7 +369,7 @@ def _fake(x: Tensor, number: int, *options: Any) -> list[Tensor]:
 
 
 op = operator(
-    "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? counts,"
+    "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? is_counted,"
     " Tensor? counter, int seed, int stream, int first_row, bool bf16) -> Tensor[]",
     round,
     _fake,
