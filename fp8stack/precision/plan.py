@@ -312,14 +312,10 @@ def _with_dtype_for(
     if plan.wide_dtype is not None and work and 2 * wide_work >= sum(work.values()):
         dtype = plan.wide_dtype
         reason = f"computes in {dtype}: this CPU has instructions for it, layers are {WIDE} wide"
-    may_change = (
-        plan.backend == "emulate" and not plan.recipe.compute_dtype and plan.device == "cpu"
-    )
-    if earlier_dtype not in (None, dtype) and may_change:
-        dtype, reason = (
-            earlier_dtype,
-            f"computes in {earlier_dtype} as it began; {dtype} is faster here",
-        )
+    may_keep = plan.backend == "emulate" and not plan.recipe.compute_dtype and plan.device == "cpu"
+    if earlier_dtype not in (None, dtype) and may_keep:
+        reason = f"computes in {earlier_dtype} as it began; {dtype} is faster here"
+        dtype = earlier_dtype
     reasons = (*plan.reasons, *filter(None, [reason]))
     return replace(plan, compute_dtype=dtype, wide_dtype=None, reasons=reasons)
 
@@ -410,9 +406,8 @@ def _backend_for(
         problem = next(filter(None, high_precision.values()), "no GEMM is quantized")
         return "emulate", f"{problem}: emulated", ()
     # The plan's reasons already name the GEMMs of linears with the recipe's own quantizers.
-    if high_precision and not (
-        is_recipe_table and high_precision == plain_gemms(quantizers, plan.hardware)
-    ):
+    is_in_plan = is_recipe_table and high_precision == plain_gemms(quantizers, plan.hardware)
+    if high_precision and not is_in_plan:
         reasons.append(plain_in_words(high_precision))
     return backend, "; ".join(reasons), tuple(high_precision)
 
@@ -429,9 +424,8 @@ def unserved(plan: Plan, layer: LayerPlan) -> str:
         if plan.strict and plan.backend != "emulate":
             raise UserError(f"--strict: {layer.name} does not run as asked: {problem}.")
         return ""
-    native = layer.quantizers.only(
-        [gemm for gemm in layer.quantizers.gemms if gemm not in high_precision]
-    )
+    gemms = [gemm for gemm in layer.quantizers.gemms if gemm not in high_precision]
+    native = layer.quantizers.only(gemms)
     shape = layer.in_features, layer.out_features
     problem = plan_text.indivisible(shape, feature_multiple(native, backend))
     if problem and plan.strict:
