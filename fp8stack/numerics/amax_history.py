@@ -264,10 +264,8 @@ class AmaxHistory(RecordedAmaxes):
         self.history.masked_fill_(broken, 0.0)
         recorded.masked_fill_(~torch.isfinite(recorded), 0.0)
         decisive = decisive_amax(self.history, self._rules.most_recent)
-        new_scale = (self._rules.target / decisive).clamp(max=FLT_MAX)
-        self.scales.copy_(
-            torch.where(slots, torch.where(decisive > 0, new_scale, 1.0), self.scales)
-        )
+        scales = (self._rules.target / decisive).clamp(max=FLT_MAX)
+        self.scales.copy_(torch.where(slots, torch.where(decisive > 0, scales, 1.0), self.scales))
         return slots
 
     @property
@@ -316,11 +314,11 @@ class AmaxHistory(RecordedAmaxes):
 def _require_state(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a UserError unless `state` has exactly the tensors of `shapes`, float32, and scales
     that are finite and not negative."""
-    mismatched = sorted(shapes.keys() ^ state.keys())
-    if mismatched:
-        problem = "is missing" if mismatched[0] in shapes else "is not a slot of this model"
+    unmatched = sorted(shapes.keys() ^ state.keys())
+    if unmatched:
+        problem = "is missing" if unmatched[0] in shapes else "is not a slot of this model"
         raise UserError(
-            f"FP8 state: '{mismatched[0]}' {problem}. Load it into the model it came from."
+            f"FP8 state: '{unmatched[0]}' {problem}. Load it into the model it came from."
         )
     for name, shape in shapes.items():
         if tuple(state[name].shape) != shape or state[name].dtype != torch.float32:

@@ -163,26 +163,16 @@ def _run(kernel: Any, works: int, threads: int) -> None:
 
 def _tile(rule: RoundingRule, rows: int, columns: int, threads: int) -> tuple[int, int]:
     """The rows and columns of a tile: whole blocks, and whole rows if they are short enough."""
-    hadamard_size: int = rule.quantizer.hadamard or 1
-    block_rows = max(
-        [hadamard_size if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)]
-    )
-    block_columns = max(
-        [
-            hadamard_size if rule.dim == 1 else 1,
-            4,
-            *(tile_columns for _, tile_columns in rule.blocks),
-        ]
-    )
-    tile_columns = -(-columns // block_columns) * block_columns
+    hadamard: int = rule.quantizer.hadamard or 1
+    high = max([hadamard if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
+    wide = max([hadamard if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
+    width = -(-columns // wide) * wide
     if (1, 0) not in rule.blocks:
-        elements_per_share = rows * columns // (_SHARES * threads) if block_rows > 1 else 0
+        elements_per_share = rows * columns // (_SHARES * threads) if high > 1 else 0
         elements = max(_TILE, min(_TALL_TILE, elements_per_share))
-        tiles_per_row = -(
-            -columns // (max(1, elements // block_rows // block_columns) * block_columns)
-        )
-        tile_columns = -(-columns // tiles_per_row // block_columns) * block_columns  # equal widths
-    return max(1, min(_TILE // tile_columns, rows) // block_rows) * block_rows, tile_columns
+        tiles_per_row = -(-columns // (max(1, elements // high // wide) * wide))
+        width = -(-columns // tiles_per_row // wide) * wide  # equal widths
+    return max(1, min(_TILE // width, rows) // high) * high, width
 
 
 @lru_cache(maxsize=4096)

@@ -576,10 +576,8 @@ def _round_tile(lines, w, source, stride, top, column, is_other, sets_columns, i
     height = w.other_height if is_other else w.height
     width = w.other_width if is_other else w.width
     factor = w.other_factor if is_other else w.factor
-    scales, inv_scales = (
-        lines[_OTHER_SCALE if is_other else _SCALE],
-        lines[_OTHER_INV_SCALE if is_other else _INV_SCALE],
-    )
+    scales = lines[_OTHER_SCALE if is_other else _SCALE]
+    inv_scales = lines[_OTHER_INV_SCALE if is_other else _INV_SCALE]
     rows, columns = min(w.tile_rows, w.rows - top), min(w.tile_columns, w.columns - column)
     has_one_scale, to_bf16 = w.height == 0 and w.width == 0, w.result_bf16 != 0
     step = 1  # rows at a time: several, if they are adjacent and consist of whole blocks

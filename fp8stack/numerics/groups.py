@@ -62,10 +62,10 @@ def sizes_of(offs: Tensor, rows: int) -> np.ndarray:
     Raises:
         UserError: `offs` are not the ends of groups of `rows` rows in all.
     """
-    ends = offs.cpu().numpy().astype(np.int64)
-    sizes: np.ndarray = np.diff(ends, prepend=0)
-    if sizes.min() < 0 or ends[-1] != rows:
-        listed = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
+    offsets = offs.cpu().numpy().astype(np.int64)
+    sizes: np.ndarray = np.diff(offsets, prepend=0)
+    if sizes.min() < 0 or offsets[-1] != rows:
+        listed = ", ".join(map(str, offsets[:8])) + (", ..." if len(offsets) > 8 else "")
         raise UserError(
             f"A grouped linear got offsets [{listed}] for {rows} rows. Offsets are the ends of the "
             "groups, in order, the last one the number of rows."

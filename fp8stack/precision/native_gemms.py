@@ -140,7 +140,7 @@ def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
             f"the torch backend needs torch {least} or later, this is {hardware.torch_version} "
             f"(pip install --upgrade 'torch>={least}')"
         )
-    if any(q.stochastic for place, q in quantizers.each.items() if place.startswith("weight")):
+    if any(q.stochastic for key, q in quantizers.each.items() if key.startswith("weight")):
         return "the torch backend casts a weight once a step, and not at random"
     return ""
 
@@ -283,10 +283,8 @@ def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
         return False
     if kernel != "nvfp4":
         settings = {replace(q, format=x.format, block=x.block) for q in by_operand.values()}
-        is_shared_by_copies = all(
-            quantizers.columnwise(name) == by_operand[name] for name in OPERANDS
-        )
-        return is_shared_by_copies and len(settings) == 1 and weight.format == x.format
+        is_shared = all(quantizers.columnwise(name) == by_operand[name] for name in OPERANDS)
+        return is_shared and len(settings) == 1 and weight.format == x.format
     rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
     gradient = replace(rows, rounding=by_operand["grad_output"].rounding)
     hadamard = by_operand["grad_output.wgrad"].hadamard

@@ -118,9 +118,7 @@ def forward_share(plan: Plan) -> float:
     """The share of FP8 in the multiplications of a forward pass."""
     layers = [(layer.work, layer.quantizers) for layer in plan.layers if layer.quantizers]
     quantized = plan.has_quantized_weights
-    return share(
-        plan, [work for work, table in layers if table.input and (table.weight or quantized)]
-    )
+    return share(plan, [work for work, of in layers if of.input and (of.weight or quantized)])
 
 
 def _headline(plan: Plan, forward: bool) -> str:

@@ -145,15 +145,13 @@ class Recipe(BaseModel):
         """
         if not self.fp8_attention:
             return {}
-        fp8_attention = FP8_ATTENTION[self.attention]
+        kind = FP8_ATTENTION[self.attention]
         quantizers = (quantizer for table in self.tables for quantizer in table.each.values())
         newest = Quantizer(amax="delayed", history_length=1, amax_algorithm="most_recent")
         base = next((quantizer for quantizer in quantizers if quantizer.delayed), newest)
         return {
-            operand: replace(
-                base, format=fp8_attention.gradient_format if operand[0] == "d" else "e4m3"
-            )
-            for operand in fp8_attention.slots
+            operand: replace(base, format=kind.gradient_format if operand[0] == "d" else "e4m3")
+            for operand in kind.slots
         }
 
     def for_layer(

@@ -174,8 +174,8 @@ def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
     named = {"name": "", **data}
     if "quantizers" in data:
         recipe: Recipe = presets.parse(Recipe, named, where)
-        has_no_quantizers = recipe.quantizers is None and recipe.compute_dtype is not None
-        if not has_no_quantizers and (
+        unquantized = recipe.quantizers is None and recipe.compute_dtype is not None
+        if not unquantized and (
             recipe.quantizers is None or not all(t.each for t in recipe.tables)
         ):
             raise UserError(f"{where}: a table of quantizers has no quantizer.")

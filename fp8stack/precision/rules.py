@@ -198,11 +198,8 @@ def _resolve_fp8(
     kernels = kernels_of(recipe.quantizers).values()
     if chosen == "torch" and hardware.slow_scaled_mm and {"delayed", "current"} & {*kernels}:
         slow_gemms = "fp32 GEMMs multiply operands of one format, for which scaled_mm is slow here"
-    substitutions = [
-        reason if substitutes else "",
-        gemm_reason if any(high_precision.values()) else "",
-        refused,
-    ]
+    gemm_substitution = gemm_reason if any(high_precision.values()) else ""
+    substitutions = [reason if substitutes else "", gemm_substitution, refused]
     plan = Plan(
         asked=requested,
         recipe=recipe,

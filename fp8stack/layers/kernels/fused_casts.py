@@ -33,7 +33,7 @@ from fp8stack.numerics.operators import operator_on_any_device
 
 BLOCK = 128  # elements of a row or column that share a float32 scale; also the side of a tile
 LAUNCH = OPTIONS | {"num_warps": 16}
-_KERNEL_ARGUMENTS = (
+_ARGUMENTS = (
     *("x", "dy", "scale", "data", "transposed", "inverse", "columnwise_inverse", "amaxes", "sums"),
 )
 _quantizer = cache(Quantizer)  # constructed once, as its checks take longer than a launch
@@ -94,21 +94,19 @@ def cast_transpose(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`cast_to_fp8(x, scale, format)`, its transpose and `amax(x)`, to the bit; `x` [rows, columns]
     in float32, bfloat16 or float16. For the arguments see `cast_product`."""
-    fused_input = FusedInput("cast", x)
-    copies = cast_product(
-        fused_input, scale, format, columnwise=columnwise, record=record, sums=False
-    )
+    source = FusedInput("cast", x)
+    copies = cast_product(source, scale, format, columnwise=columnwise, record=record, sums=False)
     return copies[:3]
 
 
-def product_amax(fused_input: FusedInput) -> Tensor:
+def product_amax(source: FusedInput) -> Tensor:
     """The amax of a fused input: float32, 0-dim, NaN ignored."""
-    largest: Tensor = _amax_op(*fused_input).max()
+    largest: Tensor = _amax_op(*source).max()
     return largest
 
 
 def cast_product(
-    fused_input: FusedInput,
+    source: FusedInput,
     scale: Tensor,
     format: str,
     *,
@@ -119,7 +117,7 @@ def cast_product(
     """Cast a fused input with one scale, without synchronizing with the device.
 
     Args:
-        fused_input: the matrix to cast.
+        source: the matrix to cast.
         scale: float32, 0-dim, on the input's device; multiplies into FP8.
         format: "e4m3" or "e5m2".
         columnwise: whether the transpose is needed.
@@ -130,7 +128,7 @@ def cast_product(
         ValueError: an unknown format.
     """
     data, transposed, amaxes, partial_sums = _cast_op(
-        *fused_input, scale, format, columnwise, record, sums
+        *source, scale, format, columnwise, record, sums
     )
     return Copies(
         data,
@@ -141,14 +139,14 @@ def cast_product(
 
 
 def cast_blocks(
-    fused_input: FusedInput, quantizer: Quantizer, *, columnwise: bool, sums: bool
+    source: FusedInput, quantizer: Quantizer, *, columnwise: bool, sums: bool
 ) -> Copies:
     """Cast a fused input in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `columnwise`
     its transpose as well, with separate scales. The results equal `numerics.quantize` and
     `pack_scales` to the bit. See `cast_product`."""
     fields = quantizer.format, quantizer.scale, quantizer.scale_rounding, quantizer.eps
     data, transposed, inverse, columnwise_inverse, partial_sums = _blocks_op(
-        *fused_input, *fields, columnwise, sums
+        *source, *fields, columnwise, sums
     )
     if quantizer.scale != "e8m0":
         inverse, columnwise_inverse = (
@@ -170,13 +168,13 @@ def cast_blocks(
 
 @operator_on_any_device(
     "product_amax",
-    lambda *fused_input: _allocate(FusedInput(*fused_input), None, False, True, False)[0],
+    lambda *source: _allocate(FusedInput(*source), None, False, True, False)[0],
 )
 def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
-    fused_input = _contiguous(name, x, dy)
-    if not _has_kernel_for(fused_input):
-        return numerics.amax(fused_input.values()).view(1)
-    return _run(fused_input, None, None, False, True, False)[0]
+    source = _contiguous(name, x, dy)
+    if not _has_kernel_for(source):
+        return numerics.amax(source.values()).view(1)
+    return _run(source, None, None, False, True, False)[0]
 
 
 @operator_on_any_device(
@@ -195,11 +193,11 @@ def _cast_op(
     record: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fused_input = _contiguous(name, x, dy)
-    if _has_kernel_for(fused_input):
-        outputs: Any = _run(fused_input, scale, _quantizer(format=format), columnwise, record, sums)
+    source = _contiguous(name, x, dy)
+    if _has_kernel_for(source):
+        outputs: Any = _run(source, scale, _quantizer(format=format), columnwise, record, sums)
         return outputs  # type: ignore[no-any-return]
-    values = fused_input.values()
+    values = source.values()
     data = numerics.cast_to_fp8(values, scale, format)
     transposed = data.new_empty(0)
     if columnwise:
@@ -229,10 +227,10 @@ def _blocks_op(
     columnwise: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    fused_input = _contiguous(name, x, dy)
+    source = _contiguous(name, x, dy)
     quantizer = _block_quantizer(format, scale, scale_rounding, eps)
-    if _has_kernel_for(fused_input):
-        outputs: Any = _run(fused_input, None, quantizer, columnwise, False, sums)
+    if _has_kernel_for(source):
+        outputs: Any = _run(source, None, quantizer, columnwise, False, sums)
         return outputs  # type: ignore[no-any-return]
 
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +239,7 @@ def _blocks_op(
             return data, pack_scales(inverse, ScaleLayout.MX)
         return data, inverse.t().clone(memory_format=torch.contiguous_format)
 
-    values = fused_input.values()
+    values = source.values()
     data, inverse = packed(values)
     transposed, columnwise_inverse = data.new_empty(0), inverse.new_empty(0)
     if columnwise:
@@ -260,8 +258,8 @@ def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> FusedInput:
     return FusedInput(name, x.contiguous(), None if dy is None else dy.contiguous())
 
 
-def _has_kernel_for(fused_input: FusedInput) -> bool:
-    return has_kernel(fused_input.x.device) and fused_input.x.numel() > 0
+def _has_kernel_for(source: FusedInput) -> bool:
+    return has_kernel(source.x.device) and source.x.numel() > 0
 
 
 def _sums(values: Tensor, needed: bool) -> Tensor:
@@ -283,12 +281,12 @@ class _Output(NamedTuple):
 
 
 def _outputs(
-    fused_input: FusedInput, quantizer: Quantizer | None, columnwise: bool, record: bool, sums: bool
+    source: FusedInput, quantizer: Quantizer | None, columnwise: bool, record: bool, sums: bool
 ) -> dict[str, _Output]:
     """The outputs of an operator, by the names of the kernel's arguments: amaxes of tiles, sums of
     rows of tiles, float32 inverse scales [blocks, rows or columns]. Without a quantizer, only the
     amaxes."""
-    (rows, columns), (tiles_high, tiles_wide) = fused_input.shape, _tiles(fused_input)
+    (rows, columns), (tiles_high, tiles_wide) = source.shape, _tiles(source)
     amaxes = _Output((tiles_high * tiles_wide,) if record else (0,))
     if quantizer is None:
         return {"amaxes": amaxes}
@@ -303,7 +301,7 @@ def _outputs(
         outputs["amaxes"] = amaxes
     elif quantizer.scale == "e8m0":
         size = blocks_wide * blocks_high * MX_TILE
-        tiles_fit = rows % BLOCK == 0 and _width(fused_input) % BLOCK == 0
+        tiles_fit = rows % BLOCK == 0 and _width(source) % BLOCK == 0
         outputs["inverse"] = _Output((size,), torch.float8_e8m0fnu, not tiles_fit)
         outputs["columnwise_inverse"] = _Output(
             (size * columnwise,), torch.float8_e8m0fnu, not tiles_fit
@@ -315,53 +313,51 @@ def _outputs(
     return outputs
 
 
-def _allocate(fused_input: FusedInput, *call: Any) -> tuple[Tensor, ...]:
+def _allocate(source: FusedInput, *call: Any) -> tuple[Tensor, ...]:
     """Allocate the `_outputs`."""
-    return tuple(output.allocate(fused_input.x) for output in _outputs(fused_input, *call).values())
+    return tuple(output.allocate(source.x) for output in _outputs(source, *call).values())
 
 
-def _tiles(fused_input: FusedInput) -> tuple[int, int]:
+def _tiles(source: FusedInput) -> tuple[int, int]:
     """The numbers of tiles in a column and in a row of the matrix; 1 and 1 without a kernel."""
-    if not has_kernel(fused_input.x.device):
+    if not has_kernel(source.x.device):
         return 1, 1
-    tiles_high = torch.sym_max(1, -(-fused_input.shape[0] // BLOCK))  # type: ignore[no-untyped-call]
-    return tiles_high, -(-_width(fused_input) // BLOCK)
+    tiles_high = torch.sym_max(1, -(-source.shape[0] // BLOCK))  # type: ignore[no-untyped-call]
+    return tiles_high, -(-_width(source) // BLOCK)
 
 
-def _width(fused_input: FusedInput) -> int:
+def _width(source: FusedInput) -> int:
     """The columns that are divided into tiles; for the gradient of SwiGLU's input, the columns of
     one half."""
-    has_two_halves = fused_input.name == "swiglu" and fused_input.dy is not None
-    return fused_input.shape[1] // 2 if has_two_halves else fused_input.shape[1]
+    has_two_halves = source.name == "swiglu" and source.dy is not None
+    return source.shape[1] // 2 if has_two_halves else source.shape[1]
 
 
 class _Kernel:
     """The kernel for fused inputs of one shape, dtype and operation: its outputs and its launch."""
 
-    def __init__(
-        self, fused_input: FusedInput, quantizer: Quantizer | None, *outputs: bool
-    ) -> None:
+    def __init__(self, source: FusedInput, quantizer: Quantizer | None, *outputs: bool) -> None:
         from fp8stack.layers.kernels import triton_kernels
         from fp8stack.layers.kernels.launch import KernelLaunch
 
-        tiles_high, tiles_wide = _tiles(fused_input)
+        tiles_high, tiles_wide = _tiles(source)
         requested = dict(zip(("columnwise", "record", "sums"), outputs, strict=True))
-        kernel_outputs = _outputs(fused_input, quantizer, *outputs)
+        kernel_outputs = _outputs(source, quantizer, *outputs)
         self._outputs = list(kernel_outputs.values())
         # Unused arguments of the kernel get x.
         indices = {"x": 0, "dy": 1, "scale": 2} | {
             name: 3 + i for i, name in enumerate(kernel_outputs)
         }
-        self._in_order = itemgetter(*(indices.get(name, 0) for name in _KERNEL_ARGUMENTS))
-        exact = converts_exactly(fused_input.x.device)
-        kernel_variant = product_variant(fused_input, quantizer, exact, **requested)
-        sizes = fused_input.x.shape[0], _width(fused_input)
+        self._in_order = itemgetter(*(indices.get(name, 0) for name in _ARGUMENTS))
+        exact = converts_exactly(source.x.device)
+        kernel_variant = product_variant(source, quantizer, exact, **requested)
+        sizes = source.x.shape[0], _width(source)
         kernel, constants = triton_kernels.cast_product, {"HOW": kernel_variant}
         self._launch = KernelLaunch(kernel, tiles_high * tiles_wide, sizes, constants, LAUNCH)
 
-    def run(self, fused_input: FusedInput, scale: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, source: FusedInput, scale: Tensor | None) -> tuple[Tensor, ...]:
         """Launch the kernel and return its outputs."""
-        _, x, dy = fused_input
+        _, x, dy = source
         outputs = tuple([output.allocate(x) for output in self._outputs])
         inputs = x, x if dy is None else dy, x if scale is None else scale
         self._launch(self._in_order(inputs + outputs))
@@ -372,21 +368,21 @@ _KERNELS: dict[Any, _Kernel] = {}
 _MAX_KERNELS = 4096  # a model has few, but prompts may have any length
 
 
-def _run(fused_input: FusedInput, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
+def _run(source: FusedInput, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
     """Run the kernel on a contiguous input that is not empty. `call` is the quantizer, None for the
     amax alone, and whether columnwise, record and sums are requested."""
-    name, x, dy = fused_input
+    name, x, dy = source
     key = name, x.shape, x.dtype, dy if dy is None else dy.dtype, x.device, call
     kernel = _KERNELS.get(key)
     if kernel is None:
         if len(_KERNELS) >= _MAX_KERNELS:
             _KERNELS.clear()
-        kernel = _KERNELS[key] = _Kernel(fused_input, *call)
-    return kernel.run(fused_input, scale)
+        kernel = _KERNELS[key] = _Kernel(source, *call)
+    return kernel.run(source, scale)
 
 
 def product_variant(
-    fused_input: FusedInput, quantizer: Quantizer | None, exact: bool, **requested: bool
+    source: FusedInput, quantizer: Quantizer | None, exact: bool, **requested: bool
 ) -> KernelVariant:
     """The variant of the kernel for a fused input; without a quantizer, for its amax alone. See
     `variants.KernelVariant`."""
@@ -394,6 +390,6 @@ def product_variant(
     if quantizer is not None:
         block_scales = "mx" if quantizer.scale == "e8m0" else "rows"
         scales = "given" if quantizer.per_tensor else block_scales
-    operation = {"name": fused_input.name, "backward": fused_input.dy is not None}
+    operation = {"name": source.name, "backward": source.dy is not None}
     quantizer = quantizer or _quantizer()
-    return variant(quantizer, scales, fused_input.x.dtype, exact, **operation, **requested)
+    return variant(quantizer, scales, source.x.dtype, exact, **operation, **requested)
