@@ -1,11 +1,11 @@
-"""When delayed scaling records amaxes and updates scales.
+"""Delayed scaling: the slots of a model, and the hooks that record amaxes and update scales.
 
 A training pass is a forward pass of the model in training mode with gradients enabled, and its
 backward pass. Its casts use the scales that it began with and record amaxes. The next training pass
-begins with an update: it moves these amaxes into the history and computes the scales, in eager and
-in compiled code alike. No other pass records or updates anything, and nothing runs after a backward
-pass. A block that activation checkpointing recomputes casts with the same scales as before, unless
-another training pass began meanwhile, which is an error.
+begins with an update, which moves these amaxes into the history and computes the scales, in eager
+and in compiled code. No other pass records or updates anything, and nothing runs after a backward
+pass. A block that activation checkpointing recomputes casts with the same scales as before. If
+another training pass began meanwhile, it raises an error.
 
 A weight is cast with the scale of the first training pass after it changed, and its amax is
 recorded once, when its layer first runs: the micro-batches of an optimizer step share one quantized
@@ -50,59 +50,59 @@ class Slot:
         self.name = name
         self.operand = operand
         self._delayed = delayed
-        self._column = torch.zeros(1, dtype=torch.int64)
+        self._column_indices = torch.zeros(1, dtype=torch.int64)
         self.column: Any = 0  # the index in the history; for a vector, a slice
         self._shape: tuple[int, ...] = ()
         self._recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
-        """Look up the slot's column again, after the history was created or moved to another
-        device."""
+        """Look up the slot's column after the history was created or moved to another device."""
         history = self._delayed.history
         self._recorded = history.recorded(self.name)
         self.column = history.column(self.name)
         column, self._shape = self.column, tuple(self._recorded.shape)
         columns = [column] if isinstance(column, int) else range(column.start, column.stop)
-        self._column = torch.tensor(columns, device=self._recorded.device)
+        self._column_indices = torch.tensor(columns, device=self._recorded.device)
 
     def scale(self) -> Tensor:
         """The current scale: float32, 0-dim."""
         delayed = self._delayed
-        of_weight = self.operand == "weight"
-        return self._entry(delayed.weight_scales if of_weight else delayed.history.scales)
+        is_weight = self.operand == "weight"
+        return self._entry(delayed.weight_scales if is_weight else delayed.history.scales)
 
     def cast_arguments(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The arguments `scale`, `recorded` and `counts` for a cast.
+        """The arguments `scale`, `recorded` and `is_counted` of a cast.
 
         Returns:
-            The current scale, float32 and 0-dim; the tensor to record the amax in, float32 and
-            0-dim, None without `record`; and whether to record it, bool and 0-dim: false for a
-            weight that has not changed since its amax was recorded, None stands for true.
+            The current scale, float32 and 0-dim; the tensor that records the amax, float32 and
+            0-dim, None without `record`; and whether to record it, bool and 0-dim, false for a
+            weight that has not changed since its amax was recorded; None: always.
         """
-        delayed, of_weight = self._delayed, self.operand == "weight"
-        scales = delayed.weight_scales if of_weight else delayed.history.scales
+        delayed, is_weight = self._delayed, self.operand == "weight"
+        scales = delayed.weight_scales if is_weight else delayed.history.scales
+        unrecorded = delayed.unrecorded if record and is_weight else None
         recorded = self._recorded if record else None
-        counts = delayed.unrecorded if record and of_weight else None
         if torch.compiler.is_compiling():
-            return self._entry(scales), recorded, None if counts is None else self._entry(counts)
+            is_counted = None if unrecorded is None else self._entry(unrecorded)
+            return self._entry(scales), recorded, is_counted
         column = self.column  # in place of `_entry`: a linear calls this for each operand
-        return scales[column], recorded, None if counts is None else counts[column]
+        return scales[column], recorded, None if unrecorded is None else unrecorded[column]
 
     def record(self, amax: Tensor) -> None:
         """Record the amax of a tensor that was cast: float32, 0-dim."""
-        _, recorded, counts = self.cast_arguments(record=True)
+        _, recorded, is_counted = self.cast_arguments(record=True)
         assert recorded is not None
-        record_amax(recorded, amax, counts)
+        record_amax(recorded, amax, is_counted)
 
     def _entry(self, values: Tensor) -> Tensor:
         """This slot's entry of `values` [slots]."""
         if torch.compiler.is_compiling():
-            return values.index_select(0, self._column).view(self._shape)
+            return values.index_select(0, self._column_indices).view(self._shape)
         return values[self.column]
 
 
 Slots = dict[tuple[Operand, bool], Slot]
-"""A layer's slots. Keys are the operand and whether the slot is the column copy's."""
+"""A layer's slots. Keys are the operand and whether the slot is the columnwise copy's."""
 
 
 class AmaxSlots:
@@ -131,16 +131,16 @@ class AmaxSlots:
     def add_layer(self, path: str, quantizers: Quantizers, groups: int = 0) -> Slots:
         """Add a slot for each delayed quantizer of the linear layer at the module path `path`. The
         two copies of an operand share a slot if they have the same quantizer. A grouped linear has
-        a slot `<path>.<group>.<operand>` for each of its `groups`, all of which form the vector
+        a slot `<path>.<group>.<operand>` for each of its `groups`; together they form the vector
         `<path>.<operand>`."""
         slots: Slots = {}
-        for place, quantizer in quantizers.each.items():
+        for key, quantizer in quantizers.each.items():
             operand: Any
-            operand, _, gemm = place.partition(".")
-            if quantizer.delayed and place in quantizers.casts:
-                name = f"{path}.{place}"
+            operand, _, gemm = key.partition(".")
+            if quantizer.delayed and key in quantizers.casts:
+                name = f"{path}.{key}"
                 if groups:
-                    members = [f"{path}.{group}.{place}" for group in range(groups)]
+                    members = [f"{path}.{group}.{key}" for group in range(groups)]
                     slot = self._add_vector(name, members, quantizer, operand)
                 else:
                     slot = self._add(name, quantizer, operand)
@@ -153,8 +153,8 @@ class AmaxSlots:
         """Add slots for attention at the module path `path`; `quantizers` are the recipe's
         `attention_slots`."""
         for operand, quantizer in quantizers.items():
-            kind: Operand = "grad_output" if operand[0] == "d" else "input"
-            self._add(f"{path}.{operand}", quantizer, kind)
+            layer_operand: Operand = "grad_output" if operand[0] == "d" else "input"
+            self._add(f"{path}.{operand}", quantizer, layer_operand)
 
     def slots_of(self, path: str, operand: str) -> list[str]:
         """The names of the slots, up to two, of an operand of the layer at `path`."""
@@ -190,8 +190,8 @@ class AmaxSlots:
             slot.bind()
 
     def move(self, device: torch.device) -> None:
-        """Move the state to `device`. It moves to meta only while it has no amaxes, and is
-        reset when it moves from meta."""
+        """Move the state to `device`. It moves to meta only while it has no amaxes, and is reset
+        when it moves from meta."""
         if self.history.history.device == device:
             return
         if device.type == "meta" and not self.history.is_new:
@@ -243,19 +243,19 @@ class DelayedScaling(AmaxSlots):
         self.sharing = SharedAmaxes()
         self.weights = WeightChanges()
         self.weights.has_amaxes, self.weights.any_rank = True, self.sharing.any_rank
-        # Whether the pass records that runs or, between passes, that ran last.
+        # Whether the current pass records amaxes; between passes, whether the last one did.
         self._records = False
-        self._outer: list[bool] = []  # `_records` before each pass that runs, outer before inner
+        self._outer: list[bool] = []  # `_records` before each of the nested passes that run
         self._pending = False  # whether a pass has recorded amaxes since the last update
         self._passes = 0  # the number of training passes that have begun
-        # Whether another training pass has begun since the pass whose backward pass runs.
+        # Whether a training pass has begun since the forward pass of the current backward pass.
         self._outdated = False
         self._replayed_update = Replayed(self._move_amaxes)
-        self._replayed_scales = Replayed(self._take_weight_scales)
+        self._replayed_scales = Replayed(self._update_weight_scales)
 
     def attach(self, model: nn.Module) -> None:
-        """Move the state to the device of `model` and register hooks on it, which update the
-        history. The training loop needs no further call."""
+        """Move the state to the device of `model` and register hooks on it that update the history.
+        The training loop needs no further call."""
         self.allocate()
         self.sharing.slots = list(self.quantizers)
         device = next(model.parameters()).device
@@ -306,14 +306,14 @@ class DelayedScaling(AmaxSlots):
         return bool(self._outer) and self._records
 
     def copy_amaxes_in(self) -> None:
-        """Copy amaxes into the history that a library recorded in buffers of its own."""
+        """Copy the amaxes that a library recorded in its own buffers into the history."""
 
     def copy_scales_out(self) -> None:
         """Copy scales to the buffers of a library that casts with them."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors of `fp8_state`, as they are after the pending update. The update is made in a
-        copy, because a backward pass may follow; of several ranks, it has this rank's amaxes."""
+        """The tensors of `fp8_state` after the pending update. It is made in a copy, because a
+        backward pass may follow, and without the amaxes of other ranks."""
         self.copy_amaxes_in()
         history = copy.deepcopy(self.history)
         history.update()
@@ -327,9 +327,9 @@ class DelayedScaling(AmaxSlots):
         self.weights.mark_changed()
 
     def apply_pending_update(self) -> None:
-        """Make the update with which the next training pass would begin, after a backward pass: for
-        an evaluation with the newest scales, or before a checkpoint of several ranks. On several
-        ranks, all of them must call this."""
+        """Make the pending update after a backward pass instead of in the next training pass: for
+        an evaluation with the newest scales, or before a checkpoint of several ranks. All ranks
+        must call this."""
         if torch.compiler.is_compiling() or self._pending:
             self._pending = False
             self.copy_amaxes_in()
@@ -340,8 +340,8 @@ class DelayedScaling(AmaxSlots):
 
     @torch.no_grad()
     def calibrate(self, amaxes: Mapping[str, Tensor]) -> None:
-        """Update the history with amaxes, by slot, that a pass of the same layers in another
-        precision recorded: float32, 0-dim. On several ranks, all of them must call this."""
+        """Update the history with the amaxes, by slot, that the same layers recorded in another
+        precision: float32, 0-dim. All ranks must call this."""
         for slot, amax in amaxes.items():
             record_amax(self.history.recorded(slot), amax)
         self._pending = True
@@ -373,12 +373,12 @@ class DelayedScaling(AmaxSlots):
         if self._records and not compiling:
             self._replayed_scales(self.weight_scales.device, self.weight_scales.data_ptr())
         else:
-            self._take_weight_scales()
+            self._update_weight_scales()
         self.copy_scales_out()
 
     def _require_original(self, trains: bool) -> None:
-        """Check, when the full model runs again in a backward pass, that its forward pass was a
-        training pass if this one is. Raises a UserError if not."""
+        """Raise a UserError if the full model trains when it runs again in a backward pass, but its
+        first forward pass was not a training pass."""
         if trains and not self._records:
             raise UserError(
                 "Delayed scaling: reentrant activation checkpointing of the full model runs it "
@@ -400,8 +400,8 @@ class DelayedScaling(AmaxSlots):
                 y.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, passes: int, records: bool, gradient: Tensor) -> None:
-        """Note which pass layers may run again for: one after which `passes` training passes had
-        begun, itself included."""
+        """Called when a backward pass begins. `passes` is the number of training passes that had
+        begun by the end of its forward pass, `records` whether it recorded amaxes."""
         self._outdated, self._records = passes != self._passes, records
 
     def _move_amaxes(self) -> None:
@@ -409,11 +409,11 @@ class DelayedScaling(AmaxSlots):
         self.unrecorded.logical_and_(self.history.read() == 0)
         self.history.update()
 
-    def _take_weight_scales(self) -> None:
-        """Take new scales for weights if they changed. A pass that records resets the flag."""
+    def _update_weight_scales(self) -> None:
+        """Update the scales of weights that changed. A pass that records resets the flag."""
         scales = self.weight_scales, self.unrecorded, self.weights.flag, self.history.scales
-        take = _take_scales_op if needs_operator(self.weight_scales) else _take_scales
-        take(*scales, self._records)
+        run = _update_scales_op if needs_operator(self.weight_scales) else _update_scales
+        run(*scales, self._records)
 
 
 def _in_backward() -> bool:
@@ -422,9 +422,9 @@ def _in_backward() -> bool:
 
 
 def device_of(model: nn.Module, inputs: object, state: torch.device) -> torch.device:
-    """The device of a forward pass of `model`, whose FP8 state is on the device `state`. Offloaded
-    weights are on meta until their layer is called: the inputs tell it then, unless they are on the
-    CPU and yet to be moved."""
+    """The device on which a forward pass of `model` runs. Offloaded weights are on meta until their
+    layer is called: then it is the inputs' device or, if all inputs are still on the CPU, `state`,
+    the device of the FP8 state."""
     device = next(model.parameters()).device
     if device.type == "meta":
         devices = [x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)]
@@ -432,10 +432,10 @@ def device_of(model: nn.Module, inputs: object, state: torch.device) -> torch.de
     return device
 
 
-def _take_scales(
-    used: Tensor, unrecorded: Tensor, changed: Tensor, scales: Tensor, records: bool
+def _update_scales(
+    weight_scales: Tensor, unrecorded: Tensor, changed: Tensor, scales: Tensor, records: bool
 ) -> None:
-    used.copy_(torch.where(changed, scales, used))
+    weight_scales.copy_(torch.where(changed, scales, weight_scales))
     if records:
         unrecorded.logical_or_(changed)
         changed.fill_(False)
@@ -444,6 +444,6 @@ def _take_scales(
 # A custom operator, because on a CPU inductor 2.13 may fuse the copy of a flag with its clearing in
 # the wrong order. Replace it by plain code once tests/layers/test_torch.py passes without it. Eager
 # code calls the function: the operator takes 0.3 ms more.
-_take_scales_op = torch.library.custom_op(
-    "fp8stack::take_scales", _take_scales, mutates_args=("used", "unrecorded", "changed")
+_update_scales_op = torch.library.custom_op(
+    "fp8stack::take_scales", _update_scales, mutates_args=("weight_scales", "unrecorded", "changed")
 )

@@ -27,7 +27,7 @@ def fuses_mlp(x: Tensor, mlp: Any) -> bool:
     if not has_kernel(x.device) or _has_hooks(mlp):
         return False
     layers = (mlp.up, mlp.down)
-    if not all(_takes_products(layer) for layer in layers):
+    if not all(_takes_fused_inputs(layer) for layer in layers):
         return False
     # Each layer pads its input separately: the activation of a padded row may not be zero.
     rows = x.numel() // x.shape[-1]
@@ -80,12 +80,12 @@ class _MultiplyTwice(torch.autograd.Function):
         records: tuple[bool, bool],
     ) -> Tensor:
         # Neither gradient comes from the backward pass of a norm.
-        of_up = Call(records[0], len(x), up_bias is not None, after_norm=True)
-        of_down = Call(records[1], len(x), down_bias is not None, after_norm=True)
-        hidden, up_saved, ctx.up = multiply_forward(up, x, up_weight, up_bias, needs[0], of_up)
-        inner = FusedInput(activation, hidden)
+        up_call = Call(records[0], len(x), up_bias is not None, after_norm=True)
+        down_call = Call(records[1], len(x), down_bias is not None, after_norm=True)
+        hidden, up_saved, ctx.up = multiply_forward(up, x, up_weight, up_bias, needs[0], up_call)
+        fused_input = FusedInput(activation, hidden)
         y, down_saved, ctx.down = multiply_forward(
-            down, inner, down_weight, down_bias, needs[1], of_down
+            down, fused_input, down_weight, down_bias, needs[1], down_call
         )
         ctx.activation, ctx.split = activation, len(up_saved)
         ctx.save_for_backward(hidden, *up_saved, *down_saved)
@@ -95,24 +95,24 @@ class _MultiplyTwice(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *saved = ctx.saved_tensors
-        of_up: Gradients = (None, None, None)
+        up_gradients: Gradients = (None, None, None)
         with no_autocast(dy.device.type):
-            of_down = multiply_backward(ctx.down, dy, tuple(saved[ctx.split :]))
-            if of_down[0] is not None:
-                gradient = FusedInput(ctx.activation, hidden, of_down[0])
-                of_up = multiply_backward(ctx.up, gradient, tuple(saved[: ctx.split]))
-        return *of_up, *of_down[1:], None, None, None, None, None
+            down_gradients = multiply_backward(ctx.down, dy, tuple(saved[ctx.split :]))
+            if down_gradients[0] is not None:
+                fused_input = FusedInput(ctx.activation, hidden, down_gradients[0])
+                up_gradients = multiply_backward(ctx.up, fused_input, tuple(saved[: ctx.split]))
+        return *up_gradients, *down_gradients[1:], None, None, None, None, None
 
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after the module, in the forward or the backward pass."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    has_forward_hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(has_forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
-def _takes_products(layer: nn.Module) -> bool:
-    """Whether a kernel may compute the layer's input and output gradient as it casts them, so that
-    they never exist in high precision: no hook reads them."""
+def _takes_fused_inputs(layer: nn.Module) -> bool:
+    """Whether the layer's input and output gradient can be `FusedInput`s, which never exist in high
+    precision: no hook reads them, and a kernel casts them."""
     if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
         return False
     if _has_hooks(layer):
@@ -121,5 +121,5 @@ def _takes_products(layer: nn.Module) -> bool:
         getattr(layer.quantizers[name], "joint_cast", None)  # the emulator has none
         for name in ("input", "grad_output")
     ]
-    kinds = {ScaleLayout.PER_TENSOR, *BLOCK_KERNELS}
-    return all(cast is not None and cast.kind in kinds for cast in casts)
+    layouts = {ScaleLayout.PER_TENSOR, *BLOCK_KERNELS}
+    return all(cast is not None and cast.kind in layouts for cast in casts)

@@ -111,15 +111,15 @@ def cast_in_blocks(
 
 
 def copies_of_gathered(
-    tensors: list[Tensor], operand: Any, with_columns: bool
+    tensors: list[Tensor], operand: Any, with_columnwise: bool
 ) -> tuple[Scaled, Scaled | None]:
     """The rowwise and, if needed, the columnwise copy of a weight, from its gathered tensors."""
     kind, columnwise = operand.joint_cast.kind, tensors[2:]
     if kind is ScaleLayout.PER_TENSOR:
         data, scale = tensors
-        return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, None)
+        return scaled_pair(data, data.t().contiguous() if with_columnwise else None, scale, None)
     rows = Scaled(tensors[0], pack_scales(tensors[1], kind), kind)
-    if not with_columns:
+    if not with_columnwise:
         return rows, None
     data, scales = columnwise or tensors
     transposed: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)

@@ -41,10 +41,10 @@ class LowPrecisionLayer(nn.Module):
     """A layer with float32 master weights whose GEMMs run in a lower precision.
 
     Attributes:
-        keeps_dtype: whether the output has the dtype that `nn.Linear` would return, for models that
-            are not ours; else it has the compute dtype.
-        in_fp8: whether the GEMMs take FP8 operands, else operands of the compute dtype; may be
-            changed between steps.
+        keeps_dtype: whether the output has the dtype that `nn.Linear` would return, for converted
+            models; else it has the compute dtype.
+        in_fp8: whether the GEMMs take FP8 operands, else operands of the compute dtype; may change
+            between steps.
         was_called: whether eager code called the layer since the weight was loaded.
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
@@ -69,8 +69,8 @@ class LowPrecisionLayer(nn.Module):
         """`weight`, which is the parameter or a view of it, in the compute dtype; within
         `cached_weights` it is cast once."""
         stored, cached = self.stored_weight, self.cached_weight
-        is_plain = type(stored) is nn.Parameter  # and not gathered by FSDP2, or computed
-        if cached is None or torch.is_grad_enabled() or not is_plain:
+        is_parameter = type(stored) is nn.Parameter  # not gathered by FSDP2, not computed
+        if cached is None or torch.is_grad_enabled() or not is_parameter:
             return weight.to(self.compute_dtype)
         matrix: Tensor = cached.get(stored, lambda: weight.to(self.compute_dtype))
         return matrix
@@ -235,8 +235,8 @@ class CastLinear(LowPrecisionLinear):
 
 def plain_linear(size: Size, compute_dtype: torch.dtype) -> nn.Linear:
     """A linear without FP8: `nn.Linear` for float32, else a `CastLinear`."""
-    plain = compute_dtype == torch.float32
-    return nn.Linear(*size) if plain else CastLinear(size, compute_dtype)
+    is_fp32 = compute_dtype == torch.float32
+    return nn.Linear(*size) if is_fp32 else CastLinear(size, compute_dtype)
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
@@ -250,14 +250,14 @@ _NOTHING = nullcontext()
 
 
 class Call(NamedTuple):
-    """One call of a linear, as its casts in the forward and backward pass need to know it.
+    """The properties of one call of a linear that its casts read, in both passes.
 
     Attributes:
         record: whether amaxes are recorded.
         rows: the number of rows of x before padding; determines the rank's random bits.
         has_bias: whether the bias gradient, the sum of dy over its rows, is needed.
-        after_norm: whether x is the output of a norm. dy then comes from attention, else from the
-            backward pass of the next norm, which is a reduction.
+        after_norm: whether x is the output of a norm. If so, dy comes from attention, otherwise
+            from the backward pass of the next norm, which is a reduction.
     """
 
     record: bool
@@ -274,12 +274,12 @@ class GemmOperand(Protocol):
     float32 if the cast computes them, else None.
     """
 
-    def cast(self, x: Any, with_columns: bool, call: Call) -> tuple[Any, Any | None]:
+    def cast(self, x: Any, with_columnwise: bool, call: Call) -> tuple[Any, Any | None]:
         """Cast the operand.
 
         Args:
-            x: [rows, columns]; of groups, `Groups`, and of their weight [groups, rows, columns].
-            with_columns: whether the columnwise copy is needed.
+            x: [rows, columns]; for groups, a `Groups`, or a weight [groups, rows, columns].
+            with_columnwise: whether the columnwise copy is needed.
             call: the call of the linear.
 
         Returns:
@@ -290,7 +290,7 @@ class GemmOperand(Protocol):
 
 
 class GemmBackend(Protocol):
-    """The GEMMs of a backend's linears, on the copies of their operands."""
+    """The GEMMs of a backend's linears, on copies of operands."""
 
     def matmul(
         self,
@@ -305,12 +305,13 @@ class GemmBackend(Protocol):
         hardware to accumulate in fewer bits."""
 
     def cast_shard(self, layer: Any, rows: Tensor) -> WeightTensors:
-        """See `GatheredLayer.cast_shard`; for weights that `prepare_sharding` prepared."""
+        """See `GatheredLayer.cast_shard`; called for weights that `prepare_sharding` prepared."""
 
     def gathered_copies(
-        self, tensors: list[Tensor], quantizers: Any, with_columns: bool
+        self, tensors: list[Tensor], quantizers: Any, with_columnwise: bool
     ) -> tuple[Any, Any | None]:
-        """The rowwise and, if needed, the columnwise copy of a weight, from its `tensors_of`."""
+        """The rowwise and, if needed, the columnwise copy of a weight, from the tensors that
+        `tensors_of` returns for it."""
 
 
 Saved = tuple[Tensor | None, ...]
@@ -324,8 +325,7 @@ class ForwardPass(NamedTuple):
     Attributes:
         layer: the linear.
         call: the call.
-        layouts: the class and the layout of the columnwise copies of x and w, None for a missing
-            copy.
+        layouts: the class and the layout of the columnwise copies of x and w; None without one.
         gathers: whether the tensors of a gathered weight were saved instead of its columnwise copy.
         weight_dtype: the dtype of the weight's gradient.
     """
@@ -357,17 +357,17 @@ def multiply_forward(
     backend, (needs_dx, needs_dw) = layer.backend, needs
     gathered = tensors_of(weight) if isinstance(weight, FullWeight) else None
     quantizers = layer.quantizers
-    x_rows, x_columns = quantizers["input"].cast(x, needs_dw, call)
+    x_rowwise, x_columnwise = quantizers["input"].cast(x, needs_dw, call)
     if gathered is not None:
-        w_rows, w_columns = backend.gathered_copies(gathered, quantizers["weight"], False)
+        w_rowwise, w_columnwise = backend.gathered_copies(gathered, quantizers["weight"], False)
     else:
-        w_rows, w_columns = quantizers["weight"].cast(weight, needs_dx, call)
-    y = backend.matmul(x_rows, w_rows, layer.compute_dtype, bias=bias, fast_accumulation=True)
+        w_rowwise, w_columnwise = quantizers["weight"].cast(weight, needs_dx, call)
+    y = backend.matmul(x_rowwise, w_rowwise, layer.compute_dtype, bias=bias, fast_accumulation=True)
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
     saved: Saved = ()
     layouts: list[CopyLayout | None] = []
-    for copy in (x_columns, w_columns):
+    for copy in (x_columnwise, w_columnwise):
         layouts.append(None if copy is None else (type(copy), copy[2]))
         saved += () if copy is None else (*copy[:2], *copy[3:])
     gathers = needs_dx and gathered is not None
@@ -379,7 +379,7 @@ def multiply_forward(
 
 
 def restored(layout: CopyLayout, saved: Saved) -> Any:
-    """The copy of this class and layout whose tensors were saved."""
+    """A copy of this class and layout, with its saved tensors."""
     return layout[0](*saved[:2], layout[1], *saved[2:])
 
 
@@ -388,21 +388,21 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
     db = the sum of dy over its rows."""
     layer, call, (x_layout, w_layout) = forward_pass[:3]
     backend, quantizers, weight_dtype = layer.backend, layer.quantizers, forward_pass.weight_dtype
-    dx = dw = db = w_columns = None
-    size = 0 if x_layout is None else len(x_layout[0]._fields) - 1  # type: ignore[attr-defined]
-    dy_rows, dy_columns = quantizers["grad_output"].cast(dy, x_layout is not None, call)
+    dx = dw = db = w_columnwise = None
+    x_tensors = 0 if x_layout is None else len(x_layout[0]._fields) - 1  # type: ignore[attr-defined]
+    dy_rowwise, dy_columnwise = quantizers["grad_output"].cast(dy, x_layout is not None, call)
     if w_layout is not None:
-        w_columns = restored(w_layout, saved[size:])
+        w_columnwise = restored(w_layout, saved[x_tensors:])
     elif forward_pass.gathers:
-        tensors = list(saved[size:])
-        w_columns = backend.gathered_copies(tensors, quantizers["weight"], True)[1]
-    if w_columns is not None:
-        dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
+        tensors = list(saved[x_tensors:])
+        w_columnwise = backend.gathered_copies(tensors, quantizers["weight"], True)[1]
+    if w_columnwise is not None:
+        dx = backend.matmul(dy_rowwise, w_columnwise, layer.compute_dtype)
     if x_layout is not None:
-        x_columns = restored(x_layout, saved[:size])
-        dw = backend.matmul(dy_columns, x_columns, torch.float32).to(weight_dtype)
-    if call.has_bias and dy_rows.sums is not None:
-        db = dy_rows.sums.to(weight_dtype)
+        x_columnwise = restored(x_layout, saved[:x_tensors])
+        dw = backend.matmul(dy_columnwise, x_columnwise, torch.float32).to(weight_dtype)
+    if call.has_bias and dy_rowwise.sums is not None:
+        db = dy_rowwise.sums.to(weight_dtype)
     elif call.has_bias:
         db = dy.sum(0, dtype=weight_dtype)
     if not torch.compiler.is_compiling():
@@ -414,7 +414,7 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
 
 
 class _Multiply(torch.autograd.Function):
-    """y = x w^T + b with quantized operands, of a matrix or, with `offs`, of each group of rows."""
+    """y = x w^T + b with quantized operands: for a matrix or, with `offs`, for groups of rows."""
 
     @staticmethod
     def forward(
@@ -446,14 +446,14 @@ class _Multiply(torch.autograd.Function):
 
 
 class QuantizedLayer(LowPrecisionLayer):
-    """A base class of linears whose GEMMs take quantized operands.
+    """Base class of linears whose GEMMs take quantized operands.
 
     Attributes:
         backend: multiplies the operands, a `GemmBackend`.
         operands: the layer's quantizers and their state.
         quantizers: casts each operand, a `GemmOperand`.
-        row_multiple: x is padded with rows of zeros to a multiple of this, for the GEMM of the
-            weight gradient.
+        row_multiple: the GEMM of the weight gradient needs a multiple of this many rows, to which x
+            is padded with zeros.
     """
 
     in_fp8 = True
@@ -479,8 +479,8 @@ class QuantizedLayer(LowPrecisionLayer):
 
         Args:
             x: the input.
-            offs: int32 [groups], where each group of rows ends, if the weight has a matrix for each
-                group.
+            offs: the end of each group of rows, int32 [groups], if the weight has a matrix for
+                each group.
         """
         if torch.compiler.is_compiling() and self.backend.caches_weights:
             self.backend.weights.note_compiled_call()

@@ -19,9 +19,9 @@ from fp8stack.numerics.amax_history import moved
 
 
 class RngState:
-    """The number of backward passes of each layer with stochastic rounding; each pass draws other
-    bits. The counters are part of `fp8_state`, so that a resumed run draws the same bits as an
-    uninterrupted one.
+    """The state of stochastic rounding: a counter of backward passes for each layer, as each pass
+    draws new random bits. The counters are part of `fp8_state`, so that a resumed run draws the
+    same bits as an uninterrupted one.
 
     Args:
         seed: the seed of the bits.
@@ -32,11 +32,13 @@ class RngState:
         self.layers: dict[str, LayerRngState] = {}
 
     def layer(self, path: str, groups: int = 0) -> LayerRngState:
-        """The counter of the layer at a module path, of a grouped linear if it has `groups`."""
+        """The state of the layer at a module path; `groups` is the number of groups of a grouped
+        linear, else 0."""
         return self.layers.setdefault(path, LayerRngState(self.seed, path, groups))
 
     def attach(self, model: nn.Module) -> None:
-        """Make the counters FP8 state of `model`, on the device of each of its forward passes."""
+        """Make the counters part of the FP8 state of `model`. They move to the device of each
+        forward pass."""
         model.stochastic_rounding = self  # type: ignore[assignment]
         if self.layers:
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -48,8 +50,8 @@ class RngState:
         self.move(device_of(model, (args, kwargs), counter.device))
 
     def move(self, device: torch.device) -> None:
-        """Move the counters to `device`; to meta only while they are 0, which they are again when
-        they return."""
+        """Move the counters to `device`. They move to meta only while they are 0, and are reset to
+        0 when they move from meta."""
         for layer in self.layers.values():
             if layer.counter.device == device or (device.type == "meta" and layer.counter):
                 continue
@@ -71,10 +73,11 @@ class RngState:
             UserError: an unknown or missing layer, or a tensor of another shape or dtype; nothing
                 is changed.
         """
-        if odd := sorted(state.keys() ^ {f"{path}.draws" for path in self.layers}):
+        if mismatched := sorted(state.keys() ^ {f"{path}.draws" for path in self.layers}):
+            relation = "not in" if mismatched[0] in state else "only in"
             raise UserError(
-                f"FP8 state: '{odd[0]}' is {'not ' if odd[0] in state else 'only '}in this model. "
-                "Load it into the model it came from."
+                f"FP8 state: '{mismatched[0]}' is {relation} this model. Load it into the model it "
+                "came from."
             )
         for name, tensor in state.items():
             if tensor.shape != () or tensor.dtype != torch.int64:
@@ -87,24 +90,24 @@ class RngState:
 
 
 class LayerRngState:
-    """The random bits of one layer; `counter` is its number of backward passes: int64, 0-dim.
-    A group of a grouped linear draws the bits of a linear at `<path>.<group>`."""
+    """The state of one layer's random bits. `counter` is the number of its backward passes, int64
+    and 0-dim. A group of a grouped linear draws the bits of a linear at `<path>.<group>`."""
 
     def __init__(self, seed: int, path: str, groups: int = 0) -> None:
         self._seed = seed
         streams = [zlib.crc32(f"{path}.{group}".encode()) for group in range(groups)]
         stream = streams or zlib.crc32(path.encode())
         with torch.inference_mode(False):
-            # On the CPU until the first pass, even if `convert` builds layers on meta.
+            # On the CPU until the first pass, also if `convert` builds layers on meta.
             self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
             # A tensor, so that code compiled for one layer is reused for all layers like it.
             self.stream = torch.tensor(stream, device="cpu")
         self.first_stream = self.stream if isinstance(stream, list) else stream
 
     def bits(self, name: Operand, columnwise: bool, rows: int) -> RandomBits:
-        """Random bits for the rowwise or the columnwise copy of an operand of `rows` rows, those of
-        all groups; of groups, the stream is a vector. Each rank draws the bits of its own rows of
-        the global batch."""
+        """Random bits for the rowwise or the columnwise copy of an operand. `rows` is its number of
+        rows, in all groups together; for groups, the stream is a vector. Each rank draws the bits
+        of its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self.first_stream
         stream = stream ^ (_STREAMS[name] + columnwise)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
@@ -131,23 +134,22 @@ class LayerOperands:
         self.draws = draws
 
     def backward_ran(self) -> None:
-        """Called at the end of a backward pass: the next one draws other bits."""
+        """Called at the end of a backward pass, so that the next one draws new bits."""
         if self.draws is not None:
             self.draws.counter.add_(1)
 
 
 class OperandQuantizers:
-    """The quantizers of one operand of a layer, and everything else that does not change from cast
-    to cast.
+    """The quantizers of one operand of a layer, with their slots and random bits.
 
     Attributes:
         name: the operand.
-        rowwise: the quantizer of the rowwise copy, whose columns a GEMM reduces over; None: high
+        rowwise: the quantizer of the rowwise copy, over whose columns a GEMM reduces; None for high
             precision.
         columnwise: the quantizer of the columnwise copy; "forward": the columnwise copy takes the
             values of the rowwise copy.
-        slot, columnwise_slot: their slots in the amax history, if they are delayed.
-        stochastic, columnwise_stochastic: whether they round stochastically.
+        slot, columnwise_slot: the slots of these quantizers in the amax history, if delayed.
+        stochastic, columnwise_stochastic: whether these quantizers round stochastically.
     """
 
     def __init__(self, name: Operand, operands: LayerOperands) -> None:

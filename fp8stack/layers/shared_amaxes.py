@@ -1,7 +1,7 @@
 """Reduce the amaxes of ranks that train one model: each update takes the maximum over ranks.
 
-All ranks make the same training passes, so each calls the collectives in the same order. Within
-`DDP.join` some ranks make more: there, each rank has amaxes of its own.
+All ranks make the same training passes, so they call the collectives in the same order. Within
+`DDP.join` some ranks make more passes: there, each rank keeps its own amaxes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8stack.common.errors import UserError
 
 Group = dist.ProcessGroup | Literal["world"] | None
-"""The ranks that share a history; None if this rank shares it with no other."""
+"""The ranks that share a history; None: this rank shares it with no other."""
 
-_MODELS: Counter[str] = Counter()  # the number of models that published their slots, by group
-_KEYS = itertools.count()
-_SHARING: weakref.WeakValueDictionary[str, SharedAmaxes] = weakref.WeakValueDictionary()
+_MODEL_COUNTS: Counter[str] = Counter()  # the number of models that published their slots, by group
+_NEXT_KEY = itertools.count()
+_BY_KEY: weakref.WeakValueDictionary[str, SharedAmaxes] = weakref.WeakValueDictionary()
 
 
 def several_ranks() -> bool:
@@ -54,8 +54,8 @@ class SharedAmaxes:
         self._reset()
 
     def _reset(self) -> None:
-        self.key = str(next(_KEYS))
-        _SHARING[self.key] = self
+        self.key = str(next(_NEXT_KEY))
+        _BY_KEY[self.key] = self
         self._prefix: str | None = None  # of this model's keys in torch's store
         self._compared = False  # whether all ranks have the same slots
 
@@ -65,15 +65,14 @@ class SharedAmaxes:
         return self.group is not None and several_ranks()
 
     def publish_slots(self) -> None:
-        """Publish a hash of the slots' names, once, when the first training pass begins. In the
-        store and not by a collective, because the stages of a pipeline wait for each other's
-        passes."""
+        """Publish a hash of the slots' names once, when the first training pass begins. Uses the
+        store and no collective, because the stages of a pipeline wait for each other's passes."""
         if self._prefix is None and self.active:
-            name = self._ranks().group_name
-            self._prefix = f"fp8stack/{name}/{_MODELS[name]}"
-            _MODELS[name] += 1
-            slots = zlib.crc32("\n".join(self.slots).encode())
-            _get_default_store().set(f"{self._prefix}/{dist.get_rank()}", str(slots))
+            name = self._process_group().group_name
+            self._prefix = f"fp8stack/{name}/{_MODEL_COUNTS[name]}"
+            _MODEL_COUNTS[name] += 1
+            slots_hash = zlib.crc32("\n".join(self.slots).encode())
+            _get_default_store().set(f"{self._prefix}/{dist.get_rank()}", str(slots_hash))
 
     def reduce(self, recorded: Tensor) -> Tensor:
         """The maximum over ranks of `recorded`, float32 [slots].
@@ -81,36 +80,36 @@ class SharedAmaxes:
         Raises:
             UserError: the ranks that share the history do not have the same layers.
         """
-        largest = recorded.clone()
+        maximum = recorded.clone()
         ddp: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         if ddp is None or not ddp._join_config.enable:
             self.publish_slots()
             self._require_same_slots()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._ranks())
-        return largest
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._process_group())
+        return maximum
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """Whether `flag`, bool and 0-dim, is true on any rank. All ranks must call this."""
         if not self.active:
             return flag
-        largest = flag.to(torch.int32)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._ranks())
-        return largest.bool()
+        maximum = flag.to(torch.int32)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._process_group())
+        return maximum.bool()
 
-    def _ranks(self) -> dist.ProcessGroup:
+    def _process_group(self) -> dist.ProcessGroup:
         group = dist.group.WORLD if self.group == "world" else self.group
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def _require_same_slots(self) -> None:
-        """Check, before the first collective, that all ranks have the same slots: else it would
-        hang."""
+        """Check, before the first collective, that all ranks have the same slots: otherwise the
+        collective would hang."""
         if self._compared:
             return
-        ranks = dist.get_process_group_ranks(self._ranks())
-        slots = _get_default_store().multi_get([f"{self._prefix}/{rank}" for rank in ranks])
+        ranks = dist.get_process_group_ranks(self._process_group())
+        hashes = _get_default_store().multi_get([f"{self._prefix}/{rank}" for rank in ranks])
         self._compared = True
-        if len(set(slots)) > 1:
+        if len(set(hashes)) > 1:
             raise UserError(
                 "Delayed scaling: the ranks that are to share amaxes have different layers, as in "
                 "pipeline parallelism. Pass convert the group of the ranks that train the same "
@@ -122,7 +121,7 @@ class SharedAmaxes:
 @torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=())
 def reduce_amaxes(recorded: Tensor, key: str) -> Tensor:
     """Call `reduce` of the `SharedAmaxes` with this `key`."""
-    return _SHARING[key].reduce(recorded)
+    return _BY_KEY[key].reduce(recorded)
 
 
 reduce_amaxes.register_fake(lambda recorded, key: torch.empty_like(recorded))

@@ -1,9 +1,9 @@
 """FP8 linears with torch's scaled GEMMs, which need no Transformer Engine and can be compiled.
 
-GEMMs that the plan calls plain multiply the emulator's values instead, in the compute dtype. The
-bytes, scales and amaxes equal the emulator's to the bit. x and w are quantized once, in the
-forward pass, and saved in FP8 for the backward pass. The columnwise copies are stored transposed,
-as Hopper's GEMMs require.
+GEMMs in a layer's `plain_gemms` multiply the emulator's values in high precision instead. Bytes,
+scales and amaxes equal the emulator's to the bit. x and w are quantized once, in the forward pass,
+and saved in FP8 for the backward pass. Columnwise copies are stored transposed, as Hopper's GEMMs
+require.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ _GEMMS_OF: dict[Operand, tuple[str, str]] = {
 
 
 class TorchOperand(EmulatedOperand):
-    """The quantizers of an operand whose GEMMs are torch's scaled ones, or plain ones of the values
-    that the emulator has.
+    """The quantizers of an operand of torch's scaled GEMMs, and of GEMMs in high precision on the
+    emulator's values.
 
     Args:
-        plain_gemms: the GEMMs of the layer that are not scaled ones.
-        bf16: whether plain GEMMs multiply bfloat16 values, else float32.
+        plain_gemms: the GEMMs of the layer that run in high precision.
+        bf16: whether these GEMMs multiply bfloat16 values, else float32.
         groups: whether it is the operand of a grouped linear.
 
     Attributes:
-        casts: the casts of the rowwise and of the columnwise copy; None for a copy that a plain
-            GEMM takes.
+        casts: the casts of the rowwise and the columnwise copy; None for a copy that a GEMM in high
+            precision takes.
         joint_cast: the cast that makes both copies of a matrix, if there is one.
         cached_weight: the copies of a weight.
-        shared: of a sharded weight, the same on all ranks: in current scaling its scale, in scales
-            per row the amaxes of its columns.
+        shared: the values of a sharded weight that all ranks share: its scale in current scaling,
+            the amaxes of its columns with scales per row.
         layer: the layer, if the operand is its weight.
     """
 
@@ -111,13 +111,15 @@ class TorchOperand(EmulatedOperand):
         if is_scaled[1]:
             assert columnwise is not None
             quantizer = replace(columnwise, hadamard=0)
-            columnwise_cast = _scaled_cast(quantizer, columnwise_slot, columnwise, with_rows=False)
+            columnwise_cast = _scaled_cast(
+                quantizer, columnwise_slot, columnwise, with_rowwise=False
+            )
         self.casts = rowwise_cast, columnwise_cast
         if (
             rowwise_cast
             and columnwise_cast
             and not groups
-            and _alike_but_for_hadamard(rowwise, columnwise)
+            and _equal_but_for_hadamard(rowwise, columnwise)
         ):
             self.joint_cast = rowwise_cast
         self.cached_weight: CachedWeight | None = None
@@ -130,50 +132,50 @@ class TorchOperand(EmulatedOperand):
     @property
     def in_batched_cast(self) -> bool:
         """Whether the kernel that casts many weights supports this quantizer."""
-        kinds = (ScaleLayout.PER_TENSOR, ScaleLayout.SQUARES, ScaleLayout.MX)
-        return self.joint_cast is not None and self.joint_cast.kind in kinds
+        layouts = (ScaleLayout.PER_TENSOR, ScaleLayout.SQUARES, ScaleLayout.MX)
+        return self.joint_cast is not None and self.joint_cast.kind in layouts
 
     def cast(
-        self, x: Tensor | FusedInput | Groups, with_columns: bool, call: Call
+        self, x: Tensor | FusedInput | Groups, with_columnwise: bool, call: Call
     ) -> tuple[Copy, Copy | None]:
         """See `GemmOperand.cast`; the copies of a weight are cached until it changes."""
         cached = self.cached_weight
         if cached is not None and self._is_current(cached):
-            rows, columns = cached.copies
-            return rows, columns if with_columns else None
+            rowwise, columnwise = cached.copies
+            return rowwise, columnwise if with_columnwise else None
         if self.joint_cast is not None:
             assert not isinstance(x, Groups)
-            return scaled_copies(x, self, self.joint_cast, with_columns, call)
+            return scaled_copies(x, self, self.joint_cast, with_columnwise, call)
         assert not isinstance(x, FusedInput)
         if self.groups:
-            rows, columns = super().cast(x, with_columns, call)
-            return self._as_bytes(rows, False), columns and self._as_bytes(columns, True)
+            rowwise, columnwise = super().cast(x, with_columnwise, call)
+            return self._as_float8(rowwise, False), columnwise and self._as_float8(columnwise, True)
         if self.casts == (None, None):
-            return super().cast(x, with_columns, call)
+            return super().cast(x, with_columnwise, call)
         assert isinstance(x, Tensor)
-        return self._cast_one_by_one(x, with_columns, call)
+        return self._cast_separately(x, with_columnwise, call)
 
-    def _cast_one_by_one(
-        self, x: Tensor, with_columns: bool, call: Call
+    def _cast_separately(
+        self, x: Tensor, with_columnwise: bool, call: Call
     ) -> tuple[Copy, Copy | None]:
-        """`cast` of a copy for a scaled GEMM and one for a plain GEMM, or with other quantizers."""
-        rowwise, columnwise = self.casts
-        rows: Copy
-        if rowwise is None:
-            rows = self.copy(x, None, False, call)
+        """Cast each copy by itself: their quantizers differ, or only one is for a scaled GEMM."""
+        rowwise_cast, columnwise_cast = self.casts
+        rowwise: Copy
+        if rowwise_cast is None:
+            rowwise = self.copy(x, None, False, call)
         else:
-            rows = scaled_copies(x, self, rowwise, False, call)[0]
-        if not with_columns:
+            rowwise = scaled_copies(x, self, rowwise_cast, False, call)[0]
+        if not with_columnwise:
             if call.record and self.always_records and self.columnwise_slot is not None:
                 self.columnwise_slot.record(numerics.amax(x))
-            return rows, None
-        if columnwise is not None:
+            return rowwise, None
+        if columnwise_cast is not None:
             call = call._replace(has_bias=False)  # the sums of dy are computed once
-            return rows, scaled_copies(x, self, columnwise, True, call)[1]
+            return rowwise, scaled_copies(x, self, columnwise_cast, True, call)[1]
         if not self.reuses_rowwise:
-            return rows, self.copy(x, None, True, call)
-        values = rows if isinstance(rows, Emulated) else self.copy(x, None, False, call)
-        return rows, self.columnwise_of(values)
+            return rowwise, self.copy(x, None, True, call)
+        values = rowwise if isinstance(rowwise, Emulated) else self.copy(x, None, False, call)
+        return rowwise, self.columnwise_of(values)
 
     def _is_current(self, cached: CachedWeight) -> bool:
         """Whether the cached copies of a weight are valid."""
@@ -181,8 +183,8 @@ class TorchOperand(EmulatedOperand):
         weights: WeightChanges = self.layer.backend.weights
         if not weights.copied or torch.compiler.is_compiling():
             return weights.copied
-        # In a backward pass, activation checkpointing recomputes blocks. Outside of a pass of the
-        # model, a layer that is called alone may have a weight that changed since the last pass.
+        # A layer that is called alone, outside of a pass of the model, may have a weight that
+        # changed since the last pass. A backward pass may call layers to recompute activations.
         if not weights.fresh and torch._C._current_graph_task_id() == -1:
             return False
         weight = self.layer._parameters.get("weight")
@@ -192,9 +194,9 @@ class TorchOperand(EmulatedOperand):
                 return True
         return cached.version == version_of(weight_matrix(self.layer))
 
-    def _as_bytes(self, copy: Emulated, columnwise: bool) -> Copy:
-        """A copy of groups for a scaled GEMM; or, if it is saved and FP8 represents its values, as
-        FP8 values for a plain one."""
+    def _as_float8(self, copy: Emulated, columnwise: bool) -> Copy:
+        """Convert the values of a copy of groups to FP8: for a scaled GEMM, or to save memory until
+        the backward pass. Values that FP8 does not represent stay as they are."""
         cast, quantizer = self.casts[columnwise], self.columnwise if columnwise else self.rowwise
         is_saved = columnwise and self.name != "grad_output"
         if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
@@ -211,7 +213,7 @@ class TorchOperand(EmulatedOperand):
         return Scaled(data, copy.factor, cast.kind, offs=copy.offs)
 
 
-def _alike_but_for_hadamard(rowwise: Quantizer | None, columnwise: Quantizer | None) -> bool:
+def _equal_but_for_hadamard(rowwise: Quantizer | None, columnwise: Quantizer | None) -> bool:
     """Whether the quantizers are equal up to their Hadamard transforms."""
     if rowwise is None or columnwise is None:
         return rowwise is columnwise
@@ -219,7 +221,11 @@ def _alike_but_for_hadamard(rowwise: Quantizer | None, columnwise: Quantizer | N
 
 
 def _scaled_cast(
-    quantizer: Quantizer, slot: Slot | None, columnwise: Quantizer | None, *, with_rows: bool = True
+    quantizer: Quantizer,
+    slot: Slot | None,
+    columnwise: Quantizer | None,
+    *,
+    with_rowwise: bool = True,
 ) -> ScaledCast:
     if quantizer.blocks is None:
         kind = ScaleLayout.PER_TENSOR if quantizer.per_tensor else ScaleLayout.PER_ROW
@@ -227,22 +233,22 @@ def _scaled_cast(
         kind = ScaleLayout.MX if quantizer.scale == "e8m0" else ScaleLayout.NV
     else:
         kind = ScaleLayout.SQUARES if quantizer.blocks[0] > 1 else ScaleLayout.ROWS
-    return ScaledCast(quantizer, kind, slot, quantizer.element, columnwise, with_rows)
+    return ScaledCast(quantizer, kind, slot, quantizer.element, columnwise, with_rowwise)
 
 
 ScaledCopies = tuple[Scaled, Scaled | None]
 
 
 class ScaledCast(NamedTuple):
-    """The cast of a copy, or of both, for scaled GEMMs.
+    """The cast of one copy or both copies of an operand for scaled GEMMs.
 
     Attributes:
-        quantizer: the quantizer of both copies, up to the Hadamard transform of the columnwise one.
+        quantizer: the quantizer of both copies, except for the columnwise Hadamard transform.
         kind: the layout of the scales.
         slot: the slot in the amax history, if the scale is delayed.
         target: the FP8 or FP4 format.
         columnwise: the quantizer of the columnwise copy.
-        with_rows: whether the rowwise copy is needed, and not the columnwise one alone.
+        with_rowwise: whether the rowwise copy is needed, else only the columnwise one.
     """
 
     quantizer: Quantizer
@@ -250,121 +256,125 @@ class ScaledCast(NamedTuple):
     slot: Slot | None
     target: Format
     columnwise: Quantizer | None
-    with_rows: bool = True
+    with_rowwise: bool = True
 
 
 def scaled_copies(
-    x: Tensor | FusedInput, operand: TorchOperand, cast: ScaledCast, with_columns: bool, call: Call
+    x: Tensor | FusedInput,
+    operand: TorchOperand,
+    cast: ScaledCast,
+    with_columnwise: bool,
+    call: Call,
 ) -> ScaledCopies:
     """The rowwise and, if needed, the columnwise copy of `x` for scaled GEMMs.
 
     Args:
-        x: what is cast.
-        operand: the `TorchOperand`.
-        cast: one of its casts.
-        with_columns: whether the columnwise copy is needed.
+        x: the matrix to cast.
+        operand: its quantizers.
+        cast: one of the casts of `operand`.
+        with_columnwise: whether the columnwise copy is needed.
         call: the call of the linear.
     """
     quantizer, kind = cast.quantizer, cast.kind
-    sums = call.has_bias and operand.name == "grad_output"
+    needs_sums = call.has_bias and operand.name == "grad_output"
     if isinstance(x, Tensor) and x.dtype == torch.float64:
         x = x.float()
     if kind is ScaleLayout.PER_TENSOR:
-        return _with_one_scale(x, operand, cast, with_columns, call, sums)
+        return _with_one_scale(x, operand, cast, with_columnwise, call, needs_sums)
     if kind in BLOCK_KERNELS and (isinstance(x, FusedInput) or has_kernel(x.device)):
-        product = FusedInput("cast", x) if isinstance(x, Tensor) else x
-        copies = cast_blocks(product, quantizer, columnwise=with_columns, sums=sums)
+        fused_input = FusedInput("cast", x) if isinstance(x, Tensor) else x
+        copies = cast_blocks(fused_input, quantizer, columnwise=with_columnwise, sums=needs_sums)
         assert copies.inv_scale is not None
-        rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
+        rowwise = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
         if copies.transposed is None or copies.columnwise_inv_scale is None:
-            return rows, None
-        return rows, Scaled(copies.transposed, copies.columnwise_inv_scale, kind)
+            return rowwise, None
+        return rowwise, Scaled(copies.transposed, copies.columnwise_inv_scale, kind)
     assert isinstance(x, Tensor)
-    total = x.sum(0, dtype=torch.float32) if sums else None
+    column_sums = x.sum(0, dtype=torch.float32) if needs_sums else None
     if kind is ScaleLayout.NV:
-        columnwise = cast.columnwise if with_columns else None
-        bits = operand.bits(not cast.with_rows, call.rows), operand.bits(True, call.rows)
-        rows, columns = cast_nvfp4(x, quantizer, columnwise, bits)
+        columnwise_quantizer = cast.columnwise if with_columnwise else None
+        bits = operand.bits(not cast.with_rowwise, call.rows), operand.bits(True, call.rows)
+        rowwise, columnwise = cast_nvfp4(x, quantizer, columnwise_quantizer, bits)
     else:
-        by_row = kind is ScaleLayout.PER_ROW
-        make = compiled_cast(_copies_in_torch, x, operand) if by_row else _copies_in_torch
-        rows, columns = make(x, quantizer, kind, with_columns)
-    return rows._replace(sums=total), columns
+        is_per_row = kind is ScaleLayout.PER_ROW
+        run = compiled_cast(_copies_in_torch, x, operand) if is_per_row else _copies_in_torch
+        rowwise, columnwise = run(x, quantizer, kind, with_columnwise)
+    return rowwise._replace(sums=column_sums), columnwise
 
 
 def _with_one_scale(
     x: Tensor | FusedInput,
     operand: TorchOperand,
     cast: ScaledCast,
-    with_columns: bool,
+    with_columnwise: bool,
     call: Call,
-    sums: bool,
+    needs_sums: bool,
 ) -> ScaledCopies:
-    """`scaled_copies` with one scale per tensor. In compiled code, inductor fuses a cast with a
-    delayed scale with the computation of `x`, except the transpose if a reduction over rows
-    computes or consumes `x`: it would be written byte by byte."""
-    quantizer, recorded, counts = cast.quantizer, None, None
+    """`scaled_copies` with one scale per tensor. In compiled code, inductor fuses the computation
+    of `x` with a cast whose scale is delayed, but not with the transpose if a reduction over rows
+    computes or reads `x`: inductor would write the transpose byte by byte."""
+    quantizer, recorded, is_counted = cast.quantizer, None, None
     if cast.slot is not None:
-        scale, recorded, counts = cast.slot.cast_arguments(call.record)
+        scale, recorded, is_counted = cast.slot.cast_arguments(call.record)
     elif isinstance(x, FusedInput):  # current scaling: the amax comes first
         scale = numerics.current_scale(product_amax(x), quantizer)
     else:
         scale = compiled_cast(_current_scale, x, operand)(x, quantizer)
-    total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
-    if isinstance(x, FusedInput) or not _casts_in_torch(x, quantizer, with_columns):
-        product = FusedInput("cast", x) if isinstance(x, Tensor) else x
-        options = {"columnwise": with_columns, "sums": sums and total is None}
+    column_sums = x.sum(0, dtype=torch.float32) if needs_sums and isinstance(x, Tensor) else None
+    if isinstance(x, FusedInput) or not _casts_in_torch(x, quantizer, with_columnwise):
+        fused_input = FusedInput("cast", x) if isinstance(x, Tensor) else x
+        options = {"columnwise": with_columnwise, "sums": needs_sums and column_sums is None}
         options["record"] = recorded is not None
-        copies = cast_product(product, scale, quantizer.format, **options)
+        copies = cast_product(fused_input, scale, quantizer.format, **options)
         if copies.amax is not None and recorded is not None:
-            record_amax(recorded, copies.amax, counts)
-        total = copies.sums if total is None else total
-        return scaled_pair(copies.data, copies.transposed, scale, total)
+            record_amax(recorded, copies.amax, is_counted)
+        column_sums = copies.sums if column_sums is None else column_sums
+        return scaled_pair(copies.data, copies.transposed, scale, column_sums)
     if recorded is not None:
-        record_amax(recorded, numerics.amax(x), counts)
+        record_amax(recorded, numerics.amax(x), is_counted)
     compiling = torch.compiler.is_compiling()
-    dy = operand.name == "grad_output"
-    reduced = operand.name == "input" or (dy and (call.has_bias or not call.after_norm))
-    if compiling and reduced and with_columns and has_kernel(x.device):
-        # A kernel transposes the bytes before they are viewed as float8: inductor then reads them
-        # from memory.
+    is_dy = operand.name == "grad_output"
+    meets_reduction = operand.name == "input" or (is_dy and (call.has_bias or not call.after_norm))
+    if compiling and meets_reduction and with_columnwise and has_kernel(x.device):
+        # A kernel transposes the bytes before they are viewed as float8, so that inductor reads
+        # them from memory.
         codes = codes_of_cast(x, scale, quantizer.format)
         dtype = cast.target.dtype
         assert dtype is not None
         transposed = transpose_bytes(codes).view(dtype)
-        return scaled_pair(codes.view(dtype), transposed, scale, total)
+        return scaled_pair(codes.view(dtype), transposed, scale, column_sums)
     data = cast_scaled(x.contiguous(), scale, cast.target)
-    transposed = data.t().clone(memory_format=torch.contiguous_format) if with_columns else None
-    return scaled_pair(data, transposed, scale, total)
+    transposed = data.t().clone(memory_format=torch.contiguous_format) if with_columnwise else None
+    return scaled_pair(data, transposed, scale, column_sums)
 
 
-def _casts_in_torch(x: Tensor, quantizer: Quantizer, with_columns: bool) -> bool:
-    """Whether torch's own operators cast `x` with one scale: in compiled code that inductor can
-    fuse, and in eager code on a CPU that no dispatch mode observes. Else one operator does."""
+def _casts_in_torch(x: Tensor, quantizer: Quantizer, with_columnwise: bool) -> bool:
+    """Whether torch's own operators cast `x` with one scale, and not our operator: in compiled code
+    that inductor can fuse, and in eager code on a CPU without a dispatch mode."""
     if torch.compiler.is_compiling():
         # In current scaling, inductor cannot fuse the cast with the computation of x.
-        return quantizer.delayed or not (has_kernel(x.device) and with_columns)
+        return quantizer.delayed or not (has_kernel(x.device) and with_columnwise)
     return x.is_cpu and not torch._C._len_torch_dispatch_stack()
 
 
 def _copies_in_torch(
-    x: Tensor, quantizer: Quantizer, kind: ScaleLayout, with_columns: bool = True
+    x: Tensor, quantizer: Quantizer, kind: ScaleLayout, with_columnwise: bool = True
 ) -> ScaledCopies:
     """The two copies of `x` with scales per row or block."""
     x = castable(x).contiguous()
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
-    rows = Scaled(data, pack_scales(inv_scale, kind), kind)
-    if not with_columns:
-        return rows, None
+    rowwise = Scaled(data, pack_scales(inv_scale, kind), kind)
+    if not with_columnwise:
+        return rowwise, None
     if kind is ScaleLayout.SQUARES:
         data, inv_scale = data.t().contiguous(), inv_scale.t()
     elif kind is ScaleLayout.PER_ROW:
         data, inv_scale = numerics.quantize(x, quantizer, 0)[:2]
         data = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
         inv_scale = inv_scale.view(-1, 1)
-    else:  # one copy is not the transpose of the other
+    else:  # neither copy is the transpose of the other
         data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
-    return rows, Scaled(data, pack_scales(inv_scale, kind), kind)
+    return rowwise, Scaled(data, pack_scales(inv_scale, kind), kind)
 
 
 def _current_scale(x: Tensor, quantizer: Quantizer) -> Tensor:
@@ -375,7 +385,7 @@ _compile_once = cache(compiled)
 
 
 def compiled_cast(cast: Callable[..., Any], x: Tensor, operand: TorchOperand) -> Callable[..., Any]:
-    """`cast`, compiled if it casts a weight outside of compiled code on a GPU."""
+    """Compile `cast` if it casts a weight on a GPU, in eager code; else return it as it is."""
     if operand.layer is None or torch.compiler.is_compiling() or not has_kernel(x.device):
         return cast
     compiled_by = operand.layer.backend.compiled_by
@@ -394,7 +404,7 @@ class TorchBackend(Backend):
         self._sharded_layers: list[QuantizedLinear] = []
         # torch.compile's backend and mode, for casts of weights that no Triton kernel does.
         self.compiled_by: tuple[CompileBackend, str] | None = None
-        # Its own from the start, or the first block would be compiled twice.
+        # Set on the instance from the start, or the first block would be compiled twice.
         self.after_norm = False
 
     def compile_casts(self, backend: CompileBackend, mode: str) -> None:
@@ -404,9 +414,9 @@ class TorchBackend(Backend):
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
         """See `Backend.fp8_linear`."""
         quantizers = self._quantizers(layer, operands)
-        # Divides the rows of x and dy.
-        of_rows = (*quantizers["input"].casts, *quantizers["grad_output"].casts)
-        multiple = max((MULTIPLES[cast.kind] for cast in of_rows if cast is not None), default=1)
+        # The rows of x and dy are padded to a multiple of this.
+        row_casts = (*quantizers["input"].casts, *quantizers["grad_output"].casts)
+        multiple = max((MULTIPLES[cast.kind] for cast in row_casts if cast is not None), default=1)
         linear = QuantizedLinear(size, self, operands, quantizers, multiple)
         quantizers["weight"].layer = linear
         return linear
@@ -447,7 +457,7 @@ class TorchBackend(Backend):
         assert isinstance(a, Emulated)
         assert isinstance(b, Emulated)
         if a.offs is None:
-            return _plain_gemm(a, b, out_dtype, bias)
+            return _high_precision_gemm(a, b, out_dtype, bias)
         # Groups may be saved as FP8 values.
         b = b._replace(values=b.values.to(a.values.dtype))
         return emulated_matmul(a, b, out_dtype, bias=bias)
@@ -461,14 +471,14 @@ class TorchBackend(Backend):
         quantizers.cached_weight = CachedWeight(copies, version_of(weight_matrix(layer)))
 
     def register_hooks(self, model: nn.Module) -> None:
-        """See `Backend.register_hooks`: a hook caches the quantized weights for all micro-batches
+        """See `Backend.register_hooks`; the hook caches the quantized weights for all micro-batches
         of a step."""
         self._layers = [
             layer
             for layer in model.modules()
             if isinstance(layer, QuantizedLayer) and layer.backend is self
         ]
-        for layer in self._layers:  # `convert` built another, on meta
+        for layer in self._layers:  # the operand refers to the layer that `convert` built on meta
             layer.quantizers["weight"].layer = layer
         model.register_forward_pre_hook(self._cache_weights)
 
@@ -483,16 +493,16 @@ class TorchBackend(Backend):
         return y
 
     def mlp(self, x: Tensor, mlp: Any) -> Tensor:
-        """See `Backend.mlp`; where possible, a kernel fuses the activation with the casts."""
+        """See `Backend.mlp`; if possible, a kernel fuses the activation with the casts."""
         return fused_mlp(self, x, mlp) if fuses_mlp(x, mlp) else mlp(x)
 
     def prepare_sharding(self, module: nn.Module) -> None:
         """See `Backend.prepare_sharding`."""
         super().prepare_sharding(module)
-        within, ranks = set(module.modules()), dist.get_world_size()
+        modules, ranks = set(module.modules()), dist.get_world_size()
         for layer in self._layers:
             operand = layer.quantizers["weight"]
-            if layer not in within or not isinstance(layer, QuantizedLinear):
+            if layer not in modules or not isinstance(layer, QuantizedLinear):
                 continue
             if not is_gathered_in_fp8(operand, layer.out_features, ranks):
                 continue
@@ -517,10 +527,10 @@ class TorchBackend(Backend):
         return WeightTensors(gathered, shared, quantizer)
 
     def gathered_copies(
-        self, tensors: list[Tensor], quantizers: TorchOperand, with_columns: bool
+        self, tensors: list[Tensor], quantizers: TorchOperand, with_columnwise: bool
     ) -> ScaledCopies:
         """See `GemmBackend.gathered_copies`."""
-        return copies_of_gathered(tensors, quantizers, with_columns)
+        return copies_of_gathered(tensors, quantizers, with_columnwise)
 
     def _cache_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:
@@ -543,8 +553,10 @@ class TorchBackend(Backend):
         self.weights.mark_copied()
 
 
-def _plain_gemm(a: Emulated, b: Emulated, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """See `emulated_matmul`; in bfloat16 throughout where nothing is scaled."""
+def _high_precision_gemm(
+    a: Emulated, b: Emulated, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """See `emulated_matmul`; bfloat16 matrices without factors take torch's bfloat16 GEMM."""
     in_bf16 = {a.values.dtype, b.values.dtype, out_dtype} == {torch.bfloat16}
     if not in_bf16 or a.factor is not None or b.factor is not None:
         return emulated_matmul(a, b, out_dtype, bias=bias)

@@ -22,45 +22,49 @@ from fp8stack.numerics.cast import record_amax
 
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which emulated linears, and those that are not in FP8, round a weight once until
-    it changes, in passes without gradients. It takes the memory of the rounded weights. Changes
-    that `version_of` cannot see, through `weight.data`, must not happen within."""
+    """A context in which emulated and high-precision linears round a weight once until it changes,
+    in passes without gradients. The rounded weights take memory. In this context, weights must not
+    change through `weight.data`, which `version_of` cannot see."""
     layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLayer)]
-    plain = [layer for layer in layers if not layer.in_fp8]
+    high_precision_layers = [layer for layer in layers if not layer.in_fp8]
     weights: list[Any] = [getattr(layer, "quantizers", {}).get("weight") for layer in layers]
     emulated = [operand for operand in weights if type(operand) is EmulatedOperand]
-    for layer in plain:
+    for layer in high_precision_layers:
         layer.cached_weight = CachedWeight()
     for operand in emulated:
         vars(operand)["cast"] = partial(_cast_once, operand, CachedWeight())
     try:
         yield
     finally:
-        for layer in plain:
+        for layer in high_precision_layers:
             layer.cached_weight = None
         for operand in emulated:
             del vars(operand)["cast"]
 
 
 def _cast_once(
-    operand: EmulatedOperand, cached: CachedWeight, weight: Tensor, with_columns: bool, call: Call
+    operand: EmulatedOperand,
+    cached: CachedWeight,
+    weight: Tensor,
+    with_columnwise: bool,
+    call: Call,
 ) -> Any:
-    """`operand.cast`, in passes without gradients once until the weight changes."""
-    cast = partial(EmulatedOperand.cast, operand, weight, with_columns, call)
-    return cast() if with_columns or call.record else cached.get(weight, cast)
+    """Call `operand.cast`; in passes without gradients, only if the weight changed."""
+    cast = partial(EmulatedOperand.cast, operand, weight, with_columnwise, call)
+    return cast() if with_columnwise or call.record else cached.get(weight, cast)
 
 
 def is_castable_in_batch(weight: Tensor) -> bool:
     """Whether the kernel that casts many weights can read this one."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight._base is None
-    return plain and weight.is_contiguous() and has_kernel(weight.device)
+    is_plain_tensor = type(weight) in (Tensor, nn.Parameter) and weight._base is None
+    return is_plain_tensor and weight.is_contiguous() and has_kernel(weight.device)
 
 
 class BatchedCasts:
-    """The cached copies of the weights of many layers, which one kernel casts."""
+    """Caches copies of the weights of many layers, which one kernel casts."""
 
     def __init__(self) -> None:
-        self._groups: list[tuple[BatchedCast, bool]] = []  # with whether scaling is delayed
+        self._groups: list[tuple[BatchedCast, bool]] = []  # (cast, is scaling delayed)
         self._addresses: list[tuple[int, int, torch.dtype]] = []  # of the weights
         self._versions: list[Version] = []
 
@@ -112,9 +116,9 @@ class BatchedCasts:
             )
         for (quantizer, *_), members in groups.items():
             slots = [layer.operands.slots for layer, _ in members if quantizer.delayed]
-            columns = [of_layer["weight", False].column for of_layer in slots]
+            columns = [layer_slots["weight", False].column for layer_slots in slots]
             group = BatchedCast([weight.detach() for _, weight in members], quantizer, columns)
             self._groups.append((group, quantizer.delayed))
-            for (layer, _), (rows, transposed) in zip(members, group.copies, strict=True):
-                copies = (transposed, rows) if layer.transposed else (rows, transposed)
+            for (layer, _), (rowwise, columnwise) in zip(members, group.copies, strict=True):
+                copies = (columnwise, rowwise) if layer.transposed else (rowwise, columnwise)
                 layer.quantizers["weight"].cached_weight = CachedWeight(copies, ())

@@ -98,7 +98,7 @@ def _values_changed(weights: Sequence[Tensor], sums: Tensor) -> Tensor:
 
 
 # A custom operator, which torch.compile does not trace into. Eager code calls the function, see
-# `delayed._take_scales_op`.
+# `delayed._update_scales_op`.
 _values_changed_op = torch.library.custom_op(
     "fp8stack::values_changed", _values_changed, mutates_args=("sums",)
 )

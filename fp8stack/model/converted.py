@@ -1,4 +1,4 @@
-"""Check a converted model against its plan: layers that were replaced or resized, or never ran."""
+"""Keep the plan of a converted model current: layers that were replaced, resized or never ran."""
 
 import logging
 import sys
@@ -18,14 +18,14 @@ from fp8stack.precision.plan import unserved
 
 log = logging.getLogger("fp8stack")
 
-UNCHANGED = "unchanged"  # the precision of a layer that stays as it is
+UNCHANGED = "unchanged"  # the precision of a layer that runs as the model defines it
 
 # Packages whose FP8 layers accelerate puts into a model.
 _OTHER_FP8 = {"torchao", "transformer_engine", "msamp"}
 
 
 class _Place(NamedTuple):
-    """A module in the model: `module` is the child `key` of `owner`."""
+    """The place of a module in the model: `module` is the child `key` of `owner`."""
 
     module: nn.Module
     owner: nn.Module
@@ -33,23 +33,22 @@ class _Place(NamedTuple):
     state: object
 
     def holds(self) -> bool:
-        """Whether the module is still there with the same size."""
-        same = _state(self.module) == self.state
-        return same and self.owner._modules.get(self.key) is self.module
+        """Whether the module is still in its place with the same state, see `_state`."""
+        is_same_size = _state(self.module) == self.state
+        return is_same_size and self.owner._modules.get(self.key) is self.module
 
 
 def _state(module: nn.Module) -> object:
-    """The value that a place compares: the size of a linear, or why experts do not run as they were
-    converted."""
+    """The state that `_Place.holds` compares: the size of a linear, or the reason that experts do
+    not run as they were converted."""
     return not_converted(module) if linears_of(module) else vars(module).get("out_features")
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of a converted model, as it is now, or of a `GPT`: the precision of each layer, with
-    reasons.
+    """The current plan of a converted model or a `GPT`: the precision of each layer, with reasons.
 
     Raises:
-        UserError: the model is neither; a part of a converted model has no plan of its own.
+        UserError: the model is neither; a submodule of a converted model has no plan.
     """
     plan = getattr(model, "fp8_plan", None)
     if plan is None:
@@ -82,13 +81,13 @@ class PlanFollower:
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         self._modules = dict(modules)
-        self._decided: dict[str, LayerPlan] = {}  # of experts, when they were converted
+        self._converted_layers: dict[str, LayerPlan] = {}  # the plans of experts at conversion
         self._trained = False
-        self._find(model)
+        self._locate_modules(model)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
-    def _find(self, model: nn.Module) -> None:
+    def _locate_modules(self, model: nn.Module) -> None:
         """Record the places of the modules, and forget modules that left the model."""
         names: dict[int, list[str]] = {}
         for name, module in self._modules.items():
@@ -112,13 +111,13 @@ class PlanFollower:
     def _follow(self, model: nn.Module) -> None:
         """Update the plan to the current layers. Raises a UserError if FP8 layers of another
         package replaced them, and under `strict` if the hardware does not support a new size."""
-        self._find(model)
+        self._locate_modules(model)
         plan = plan_of(model)
         layers: list[LayerPlan] = []
         messages: list[str] = []
         foreign: list[type] = []
         for layer in plan.layers:
-            module = self._modules.get(layer.name) or _at(model, layer.name)
+            module = self._modules.get(layer.name) or _module_at(model, layer.name)
             package = type(module).__module__.partition(".")[0]
             if layer.precision != UNCHANGED and package in _OTHER_FP8:
                 foreign.append(type(module))
@@ -139,8 +138,8 @@ class PlanFollower:
             )
         stale = {layer.sentence for layer in plan.layers} - {layer.sentence for layer in layers}
         reasons = [reason for reason in plan.reasons if reason not in stale]
-        self._tell(model, replace(plan, layers=tuple(layers), reasons=tuple(reasons)), messages)
-        self._find(model)
+        self._report(model, replace(plan, layers=tuple(layers), reasons=tuple(reasons)), messages)
+        self._locate_modules(model)
 
     def _updated(self, plan: Plan, layer: LayerPlan, module: nn.Module) -> LayerPlan:
         """The plan of `layer` for its current module."""
@@ -154,7 +153,7 @@ class PlanFollower:
                 reason = "replaced after convert: convert the model once its layers are final"
                 updated = replace(updated, fp8=False, precision=UNCHANGED, reason=reason)
         elif layer.groups:
-            updated = self._decided.setdefault(layer.name, layer)
+            updated = self._converted_layers.setdefault(layer.name, layer)
             reason = not_converted(module)
             if updated.precision != UNCHANGED and reason:
                 updated = replace(updated, fp8=False, precision=UNCHANGED, reason=reason)
@@ -179,9 +178,9 @@ class PlanFollower:
                 f"{len(idle)} converted layer(s) were not called in the first training pass: "
                 f"{names}. If the model reads their weights by itself, that is not in low precision"
             )
-            self._tell(model, plan_of(model), [message])
+            self._report(model, plan_of(model), [message])
 
-    def _tell(self, model: nn.Module, plan: Plan, messages: list[str]) -> None:
+    def _report(self, model: nn.Module, plan: Plan, messages: list[str]) -> None:
         reasons = (*plan.reasons, *messages)
         model.fp8_plan = replace(plan, reasons=reasons)  # type: ignore[assignment]
         for message in messages:
@@ -195,7 +194,7 @@ def _was_called(module: nn.Module) -> bool:
     return not_converted(module) != "" or all(linear.was_called for linear in linears_of(module))
 
 
-def _at(model: nn.Module, path: str) -> nn.Module | None:
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     """The linear at a module path, or the module of the parameter at a path; None without one."""
     owner: nn.Module | None = model
     *keys, last = path.split(".")

@@ -26,16 +26,17 @@ class RecordedAmaxes:
     """Amaxes recorded for each slot since the last update: `all_recorded`, float32 [slots], changed
     in place.
 
-    A vector is a name for slots in adjacent columns that are cast together, as those of experts:
-    `column` and `recorded` take it as well.
+    A vector is a name for slots in adjacent columns that are cast together, such as the slots of
+    experts. `column` and `recorded` also take the name of a vector.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self._columns: dict[str, int | slice] = {}  # of slots and, as slices, of vectors
-        # The slots and vectors that have a tensor each in `_recorded`, with the length of a vector
-        # or 0; and by slot or vector, the index of its tensor, and its index in that.
+        # `_recorded` has a tensor for each vector and each slot outside of vectors. `_sizes`: their
+        # names, with the length of a vector or 0. `_cell_indices`, by name: the index of the tensor
+        # and, for a slot in a vector, its index in that tensor.
         self._sizes: dict[str, int] = {}
-        self._places: dict[str, tuple[int, int | None]] = {}
+        self._cell_indices: dict[str, tuple[int, int | None]] = {}
         self.all_recorded = torch.zeros(0, dtype=torch.float32, device=device)
         self._recorded: list[Tensor] = []
 
@@ -43,8 +44,8 @@ class RecordedAmaxes:
         self.__dict__.update(state)
         # pickle gives each tensor separate memory; tensors that modules refer to must share memory.
         self.all_recorded, cells = _cells(self.all_recorded, self._sizes.values())
-        for mine, cell in zip(self._recorded, cells, strict=True):
-            mine.set_(cell.untyped_storage(), cell.storage_offset(), cell.shape, cell.stride())
+        for tensor, cell in zip(self._recorded, cells, strict=True):
+            tensor.set_(cell.untyped_storage(), cell.storage_offset(), cell.shape, cell.stride())
 
     @property
     def slots(self) -> list[str]:
@@ -57,12 +58,12 @@ class RecordedAmaxes:
         self._columns |= {slot: column for column, slot in enumerate(slots, first)}
         by_first = {members[0]: (vector, members) for vector, members in vectors.items()}
         for column, slot in enumerate(slots, first):
-            if slot in self._places:  # of the vector before
+            if slot in self._cell_indices:  # a member of the vector before
                 continue
             name, members = by_first.get(slot, (slot, ()))
-            place = len(self._sizes)
-            self._places |= {member: (place, index) for index, member in enumerate(members)}
-            self._places[name] = place, None
+            cell = len(self._sizes)
+            self._cell_indices |= {member: (cell, index) for index, member in enumerate(members)}
+            self._cell_indices[name] = cell, None
             self._sizes[name] = len(members)
             if members:
                 self._columns[name] = slice(column, column + len(members))
@@ -105,13 +106,13 @@ class RecordedAmaxes:
     def recorded(self, slot: str) -> Tensor:
         """The amax recorded for `slot` since the last update: float32, 0-dim or, of a vector,
         [slots]; written in place."""
-        self.column(slot)  # says so if there is none
-        place, index = self._places[slot]
-        return self._recorded[place] if index is None else self._recorded[place][index]
+        self.column(slot)  # raises an error for an unknown slot
+        cell, index = self._cell_indices[slot]
+        return self._recorded[cell] if index is None else self._recorded[cell][index]
 
     def record(self, slot: str, amax: Tensor | float) -> None:
-        """Record the amax of a tensor that was cast for `slot`. Between two updates, the largest
-        amax is kept; NaN is ignored."""
+        """Record the amax of a tensor that was cast for `slot`. The history keeps the largest amax
+        between two updates; NaN is ignored."""
         recorded = self.recorded(slot)
         largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
         record_amax(recorded, largest.detach())  # a history has no gradient
@@ -172,7 +173,7 @@ class AmaxHistory(RecordedAmaxes):
 
     @property
     def is_new(self) -> bool:
-        """Whether it has no amax yet, and all scales are 1."""
+        """Whether no amax was recorded yet, and all scales are 1."""
         return not (self.history.any() or self.all_recorded.any() or (self.scales != 1).any())
 
     def extend(
@@ -181,7 +182,7 @@ class AmaxHistory(RecordedAmaxes):
         vectors: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Add a column for each of `slots`, with an empty window and scale 1. `vectors` are names
-        for some of `slots` that follow each other and have one quantizer.
+        for adjacent `slots` that share a quantizer.
 
         Raises:
             UserError: a slot exists already.
@@ -235,10 +236,10 @@ class AmaxHistory(RecordedAmaxes):
         """
         if not self._columns:
             return
-        chosen = None if slots is None else self._flags(tuple(slots))
+        is_chosen = None if slots is None else self._flags(tuple(slots))
         last = self.read()
-        _update(self.history, self.scales, last, *self._rules, chosen)
-        self.write(None if chosen is None else last.where(~chosen, 0.0))
+        _update(self.history, self.scales, last, *self._rules, is_chosen)
+        self.write(None if is_chosen is None else last.where(~is_chosen, 0.0))
 
     def _flags(self, slots: tuple[str, ...]) -> Tensor:
         """Whether each slot is one of `slots`: bool [slots]."""
@@ -263,8 +264,8 @@ class AmaxHistory(RecordedAmaxes):
         self.history.masked_fill_(broken, 0.0)
         recorded.masked_fill_(~torch.isfinite(recorded), 0.0)
         decisive = decisive_amax(self.history, self._rules.most_recent)
-        fresh = (self._rules.target / decisive).clamp(max=FLT_MAX)
-        self.scales.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), self.scales))
+        scales = (self._rules.target / decisive).clamp(max=FLT_MAX)
+        self.scales.copy_(torch.where(slots, torch.where(decisive > 0, scales, 1.0), self.scales))
         return slots
 
     @property
@@ -313,10 +314,12 @@ class AmaxHistory(RecordedAmaxes):
 def _require_state(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a UserError unless `state` has exactly the tensors of `shapes`, float32, and scales
     that are finite and not negative."""
-    odd = sorted(shapes.keys() ^ state.keys())
-    if odd:
-        where = "is missing" if odd[0] in shapes else "is not a slot of this model"
-        raise UserError(f"FP8 state: '{odd[0]}' {where}. Load it into the model it came from.")
+    unmatched = sorted(shapes.keys() ^ state.keys())
+    if unmatched:
+        problem = "is missing" if unmatched[0] in shapes else "is not a slot of this model"
+        raise UserError(
+            f"FP8 state: '{unmatched[0]}' {problem}. Load it into the model it came from."
+        )
     for name, shape in shapes.items():
         if tuple(state[name].shape) != shape or state[name].dtype != torch.float32:
             raise UserError(
@@ -348,11 +351,11 @@ class _Rules(NamedTuple):
         targets = [q.element.max * 2.0**-q.margin for q in quantizers]
         recent = [q.amax_algorithm == "most_recent" for q in quantizers]
         rows = [len(history) - q.history_length for q in quantizers]
-        place = history.device
+        device = history.device
         return _Rules(
-            torch.tensor(targets, dtype=torch.float32, device=place),
-            torch.tensor(recent, dtype=torch.bool, device=place),
-            torch.tensor([rows], dtype=torch.int64, device=place),
+            torch.tensor(targets, dtype=torch.float32, device=device),
+            torch.tensor(recent, dtype=torch.bool, device=device),
+            torch.tensor([rows], dtype=torch.int64, device=device),
         )
 
 
@@ -360,8 +363,8 @@ def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
     """The amax in each slot's window that determines the scale: the largest, or the newest above 0
     if `most_recent`, bool [slots]; 0 if there is none. [length, slots], all finite -> [slots]."""
     newest_first = history.flip(0)
-    place = (newest_first > 0).int().argmax(dim=0)
-    newest = newest_first.gather(0, place[None])[0]
+    index = (newest_first > 0).int().argmax(dim=0)
+    newest = newest_first.gather(0, index[None])[0]
     return torch.where(most_recent, newest, history.amax(dim=0))
 
 
@@ -378,21 +381,21 @@ def _update(
     first_row: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    moving = last != 0 if chosen is None else (last != 0) & chosen
+    moves = last != 0 if chosen is None else (last != 0) & chosen
     # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
     largest = torch.where(most_recent, last, torch.maximum(history.amax(dim=0), last))
     rolled = history.roll(-1, dims=0)
     rolled[-1] = last
     rolled.scatter_(0, first_row, 0.0)
-    history.copy_(torch.where(moving, rolled, history))
-    fresh = (target / largest).clamp(max=FLT_MAX)
-    usable = moving & torch.isfinite(largest) & (largest > 0)
-    scale.copy_(torch.where(usable, fresh, scale))
+    history.copy_(torch.where(moves, rolled, history))
+    new_scale = (target / largest).clamp(max=FLT_MAX)
+    is_usable = moves & torch.isfinite(largest) & (largest > 0)
+    scale.copy_(torch.where(is_usable, new_scale, scale))
 
 
 def _cells(values: Tensor, sizes: Iterable[int]) -> tuple[Tensor, list[Tensor]]:
-    """A copy of `values` [n], and tensors in the same memory, a vector for each of `sizes`, 0-dim
-    for a size of 0. Casts write to these tensors, which autograd and compilers treat as
+    """A copy of `values` [n], and tensors in its memory: a vector for each of `sizes`, 0-dim for a
+    size of 0. Casts write to these tensors, which autograd and compilers treat as
     independent; updates use the copy. The values are 16 bytes apart, because compiled code assumes
     aligned tensors."""
     memory = values.new_zeros(len(values), 4)

@@ -166,11 +166,11 @@ def magnitude(x: Tensor) -> Tensor:
     return torch.where(size <= torch.inf, size, 0.0)  # a comparison with NaN is false
 
 
-def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) -> None:
+def record_amax(recorded: Tensor, amax: Tensor, is_counted: Tensor | None = None) -> None:
     """Raise `recorded` to `amax` if that is larger; both are float32 and 0-dim. A NaN is ignored,
-    and so is an amax where `counts`, bool and 0-dim, is false."""
-    if counts is not None:
-        amax = torch.where(counts, amax, 0.0)
+    and so is an amax where `is_counted`, bool and 0-dim, is false."""
+    if is_counted is not None:
+        amax = torch.where(is_counted, amax, 0.0)
     # fmax, unlike maximum, takes the number where the other side is NaN.
     recorded.copy_(torch.fmax(recorded, amax))
 

@@ -1,10 +1,9 @@
-"""The casts of emulated FP8 on a CPU in one sweep: amax, scale and rounding, compiled by numba.
+"""Casts of emulated FP8 on a CPU, compiled by numba: amax, scale and rounding in one pass.
 
-What is computed stands in `rounding`, as expressions of torch; here are the same values, to the
-bit, without temporaries. A matrix is treated in tiles, row by row, by the threads that torch itself
-has: OpenMP's, of the library that torch loaded.
+They give the same values as the torch expressions in `rounding`, to the bit, without temporaries.
+The threads of torch's own OpenMP library process a matrix tile by tile.
 
-Where numba is missing or fails, `why_not` says so, and `rounding` computes its expressions.
+If numba is missing or fails, `why_not` returns the reason, and `rounding` uses torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fp8stack.numerics.operators import operator
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import CastWork
 
-# Threads that import numba at once wait for each other's modules for ever.
+# Threads that import numba at the same time deadlock.
 _LOCK = threading.RLock()
 RULES: list[RoundingRule] = []
 """The rounding rules, by their ids."""
@@ -36,12 +35,12 @@ _NUMBERS: dict[RoundingRule, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
 """The counter, seed, stream and first row of `RandomBits`."""
 
-# Below so many elements a second thread costs more than it takes over.
+# Up to so many elements, one thread is faster than several.
 _ALONE = 1 << 15
-# Elements of a tile, which a thread takes at a time.
+# Elements of a tile.
 _TILE = 1 << 13
-# The most elements of a tile whose blocks span several rows, and the least number of tiles of a
-# thread. Whole rows are faster, since memory is then read in order, but every thread needs tiles.
+# The most elements of a tile whose blocks span several rows, and the fewest tiles for each thread.
+# Whole rows are faster, since memory is then read in order, but every thread needs tiles.
 _TALL_TILE, _SHARES = 1 << 18, 4
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -59,9 +58,8 @@ def number(rule: RoundingRule) -> int:
 
 
 def needs_operator(x: Tensor) -> bool:
-    """Whether a compiler, mode or profiler records the operators on `x`, and so has to get ours.
-    Without one the eager function is called: an operator costs as much as the work on a small
-    matrix."""
+    """Whether a compiler, mode or profiler records the operators on `x`. Otherwise the function is
+    called directly: an operator costs as much as the work on a small matrix."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -71,9 +69,9 @@ def needs_operator(x: Tensor) -> bool:
 
 
 def implementation(x: Tensor) -> Callable[..., list[Tensor]] | None:
-    """`round`, or `op` where something looks at operators; None where `x` is not rounded here: in
-    compiled code, on a GPU, or without numba. A tensor without memory takes the operator, which
-    needs no kernel, while a dispatch mode records operators."""
+    """The function that rounds `x`: `round`, or `op` if `needs_operator`; None in compiled code, on
+    a GPU, or without numba. A tensor without memory takes the operator while a dispatch mode
+    records operators."""
     if torch.compiler.is_compiling() or x.dtype not in _DTYPES or x.numel() == 0:
         return None
     if x.is_meta or isinstance(x, FakeTensor):
@@ -112,7 +110,7 @@ def _load() -> tuple[Any, str | None]:
     try:
         from numba.core import event
 
-        class Tell(event.Listener):
+        class WarnOnce(event.Listener):
             """Warns when numba begins to compile, which it does only without cached code."""
 
             warned = False
@@ -125,11 +123,11 @@ def _load() -> tuple[Any, str | None]:
             def on_end(self, event: object) -> None:
                 pass
 
-        with event.install_listener("numba:compile", Tell()):
+        with event.install_listener("numba:compile", WarnOnce()):
             from fp8stack.numerics import fused_kernels
     except ImportError as error:
         problem = f"numba cannot be imported ({error})"
-    except Exception as error:  # whatever a compiler may say on an odd machine
+    except Exception as error:  # a compiler may raise anything
         problem = f"numba failed ({str(error).partition(chr(10))[0]})"
     else:
         return fused_kernels, None
@@ -141,9 +139,9 @@ _COMPILING = "Compiling the casts for this CPU, once: about 10 s."
 
 
 @lru_cache(maxsize=1)
-def _team() -> Callable[..., None] | None:
-    """OpenMP's function that runs a C function in all threads, of GNU's library, which torch's
-    wheels for Linux have loaded; None elsewhere."""
+def _gomp_parallel() -> Callable[..., None] | None:
+    """GOMP_parallel, which runs a C function in all threads, of the GNU OpenMP library that torch's
+    wheels for Linux load; None elsewhere."""
     try:
         parallel = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
@@ -155,26 +153,26 @@ def _team() -> Callable[..., None] | None:
 
 
 def _run(kernel: Any, works: int, threads: int) -> None:
-    """Run a kernel on the works at an address."""
-    team = _team() if threads > 1 else None
-    if team is None:
+    """Run a kernel on the array of works at the address `works`."""
+    parallel = _gomp_parallel() if threads > 1 else None
+    if parallel is None:
         kernel.ctypes(works)
     else:
-        team(kernel.address, works, threads, 0)
+        parallel(kernel.address, works, threads, 0)
 
 
 def _tile(rule: RoundingRule, rows: int, columns: int, threads: int) -> tuple[int, int]:
     """The rows and columns of a tile: whole blocks, and whole rows if they are short enough."""
-    mixed: int = rule.quantizer.hadamard or 1
-    tall = max([mixed if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
-    wide = max([mixed if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
-    most = -(-columns // wide) * wide
+    hadamard: int = rule.quantizer.hadamard or 1
+    high = max([hadamard if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
+    wide = max([hadamard if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
+    width = -(-columns // wide) * wide
     if (1, 0) not in rule.blocks:
-        shared = rows * columns // (_SHARES * threads) if tall > 1 else 0
-        elements = max(_TILE, min(_TALL_TILE, shared))
-        beside = -(-columns // (max(1, elements // tall // wide) * wide))
-        most = -(-columns // beside // wide) * wide  # equal widths
-    return max(1, min(_TILE // most, rows) // tall) * tall, most
+        elements_per_share = rows * columns // (_SHARES * threads) if high > 1 else 0
+        elements = max(_TILE, min(_TALL_TILE, elements_per_share))
+        tiles_per_row = -(-columns // (max(1, elements // high // wide) * wide))
+        width = -(-columns // tiles_per_row // wide) * wide  # equal widths
+    return max(1, min(_TILE // width, rows) // high) * high, width
 
 
 @lru_cache(maxsize=4096)
@@ -187,7 +185,7 @@ def _plan(
     bf16: bool,
     threads: int,
 ) -> tuple[CastWork, bool, Results]:
-    """The work of a cast without its addresses, whether it needs an amax first, and its results."""
+    """The work of a cast without addresses, whether it needs an amax first, and its results."""
     rule = RULES[number]
     results, quantizer = _results(rule, rows, columns, bf16), rule.quantizer
     target, scale = quantizer.element, quantizer.scale
@@ -214,9 +212,9 @@ def _plan(
     work.min_subnormal = target.min_subnormal or 0.0
     work.limit = 1 / target.max if scale == "e8m0" else target.max
     work.eps = quantizer.eps
-    held = torch.bfloat16 if quantizer.hadamard else dtype
-    largest = torch.finfo(held if rule.carries else torch.float32).max
-    work.overflow = min(largest, torch.finfo(torch.float32).max)
+    value_dtype = torch.bfloat16 if quantizer.hadamard else dtype
+    max_value = torch.finfo(value_dtype if rule.carries else torch.float32).max
+    work.overflow = min(max_value, torch.finfo(torch.float32).max)
     needs_amax = bool(quantizer.hadamard) or (0, 1) in rule.blocks or scale == "e4m3"
     needs_amax = needs_amax or ((0, 0) in rule.blocks and not has_scale)
     return work, needs_amax, results
@@ -227,7 +225,7 @@ def round(
     number: int,
     scale: Tensor | None,
     recorded: Tensor | None,
-    counts: Tensor | None,
+    is_counted: Tensor | None,
     counter: Tensor | None,
     seed: int,
     stream: int,
@@ -240,11 +238,11 @@ def round(
     source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
     threads = torch.get_num_threads() if source.numel() > _ALONE else 1
     sizes = *source.shape, x.dtype, scale is not None, bf16, threads
-    planned, needs_amax, new = _plan(number, *sizes)
+    template, needs_amax, output_shapes = _plan(number, *sizes)
     kernels = (_KERNELS or _loaded())[0]
-    work = type(planned).from_buffer_copy(planned)
+    work = type(template).from_buffer_copy(template)
     results = []
-    for shape, dtype in new:
+    for shape, dtype in output_shapes:
         results.append(torch.empty(shape, dtype=dtype))
     work.source = source.data_ptr()
     if rule.has_factor:
@@ -261,7 +259,7 @@ def round(
         work.scale = scale.data_ptr()
     if recorded is not None:
         work.recorded = recorded.data_ptr()
-        work.is_recording = 0 if counts is None else counts.data_ptr()
+        work.is_recording = 0 if is_counted is None else is_counted.data_ptr()
     if needs_amax:
         if (0, 1) in rule.blocks:
             columns_amax = torch.zeros(work.columns, dtype=torch.int32)
@@ -291,7 +289,7 @@ def round_groups(
     bits: tuple[Tensor | None, int, Tensor | None, int],
     results: list[Tensor],
 ) -> None:
-    """`round` of each group of the rows of `x`, by one call of a kernel for all of them.
+    """`round` for each group of the rows of `x`, in one call of a kernel.
 
     Args:
         x: [rows, columns], or groups of one size, [groups, rows, columns].
@@ -300,32 +298,33 @@ def round_groups(
         scale: the scale of each group, float32 [groups], if scales are given.
         amaxes: zeros, replaced by the amaxes of the groups, float32 [groups]; for a given scale.
         bits: the counter, seed, streams [groups] and first row of the random bits.
-        results: memory for the values and, if the rule has factors, the factors, for each of its
-            blocks; with a row for each of the groups' padded rows, or an entry for each group.
+        results: for each of the rule's blocks, memory for the values and, if the rule has factors,
+            the factors. They have a row for each padded row of the groups, or an entry for each
+            group.
     """
     rule, columns = RULES[number], x.shape[-1]
     is_bf16 = results[0].dtype == torch.bfloat16
     source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
     threads = torch.get_num_threads() if source.numel() > _ALONE else 1
-    highest = max(1, int(sizes.max()))
-    plan = highest, columns, x.dtype, scale is not None, is_bf16, threads
-    planned, needs_amax, _ = _plan(number, *plan)
+    max_rows = max(1, int(sizes.max()))
+    sizes_and_types = max_rows, columns, x.dtype, scale is not None, is_bf16, threads
+    template, needs_amax, _ = _plan(number, *sizes_and_types)
     kernels = (_KERNELS or _loaded())[0]
-    works = np.frombuffer(bytearray(bytes(planned) * len(sizes)), np.dtype(type(planned)))
+    works = np.frombuffer(bytearray(bytes(template) * len(sizes)), np.dtype(type(template)))
     works["groups"] = np.arange(len(sizes), 0, -1)
     padded = -(-sizes // rule.row_multiple) * rule.row_multiple
-    if planned.rows == 1 < highest:  # elements are rounded as one row
+    if template.rows == 1 < max_rows:  # elements are rounded as one row
         works["source_columns"] = works["columns"] = sizes * columns
     else:
         works["source_rows"], works["rows"] = sizes, padded
     index, starts = np.arange(len(sizes)), np.cumsum(padded) - padded
     works["source"] = source.data_ptr() + (np.cumsum(sizes) - sizes) * columns * source.itemsize
-    memories = iter(results)
+    remaining_results = iter(results)
     for block, names in zip(rule.blocks, _RESULT_FIELDS, strict=False):
-        values = next(memories)
+        values = next(remaining_results)
         works[names[0]] = values.data_ptr() + starts * values.shape[-1] * values.itemsize
         if rule.has_factor:
-            factors = next(memories)
+            factors = next(remaining_results)
             by_row = block == (1, 0)
             offsets = starts if by_row else index * (factors.numel() // len(sizes))
             works[names[1]] = factors.data_ptr() + offsets * factors.itemsize
@@ -341,11 +340,11 @@ def round_groups(
         works["recorded"] = amaxes.data_ptr() + index * amaxes.itemsize
     if needs_amax:
         if (0, 1) in rule.blocks:
-            column_amaxes = np.zeros((len(sizes), int(planned.columns)), np.int32)
+            column_amaxes = np.zeros((len(sizes), int(template.columns)), np.int32)
             works["column_amaxes"] = column_amaxes.ctypes.data + index * column_amaxes.strides[0]
         _run(kernels.find_tiles, address, threads)
         works["next_tile"] = 0
-        if planned.hadamard:
+        if template.hadamard:
             works["source"], works["source_bf16"] = works["result"], is_bf16
             works["source_rows"], works["source_columns"] = works["rows"], works["columns"]
     _run(kernels.round_tiles, address, threads)
@@ -369,9 +368,9 @@ def _fake(x: Tensor, number: int, *options: Any) -> list[Tensor]:
 
 
 op = operator(
-    "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? counts,"
+    "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? is_counted,"
     " Tensor? counter, int seed, int stream, int first_row, bool bf16) -> Tensor[]",
     round,
     _fake,
 )
-"""`round` for what looks at operators."""
+"""`round` as an operator, see `needs_operator`."""

@@ -1,11 +1,11 @@
 """The loops of `fused`, which numba compiles for this CPU: amax, scale and rounding, tile by tile.
 
-The rules are those of `rounding` and `quantized`, operation for operation: numba neither contracts
-a product and a sum nor reorders sums unless it is asked to. A kernel is a C function of a pointer
-to `CastWork`, one for each group of rows. Several threads may run it on the same work: each takes
-the next tile until none is left.
+They compute what `rounding` and `quantized` compute, operation for operation: by default, numba
+neither contracts a product and a sum nor reorders sums. A kernel is a C function of a pointer to an
+array of `CastWork`, one for each group of rows. Several threads may run it on the same array: each
+thread takes the next tile until none is left.
 
-It knows addresses and numbers, no tensors and no quantizers.
+The loops read addresses and numbers; they have no tensors and no quantizers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from numba.extending import intrinsic as _intrinsic
 from numba.np.numpy_support import carray
 
 _INTEGERS = (
-    # Counters of tiles, and room for the amax of the matrix, as bits.
+    # Counters of tiles; the bits of the amax of the matrix.
     *("next_tile", "tiles_done", "amax"),
-    "groups",  # the number of works that lie one after the other, of which this is the first
+    "groups",  # the number of works in the array from this one on
     # Addresses, 0 for none: the matrix, the result, and the result for other blocks. The matrix is
     # float32 or, if `source_bf16`, bfloat16; the results likewise, if `result_bf16`.
     *("source", "result", "other_result"),
     "column_amaxes",  # the address of the amaxes of the columns, int32
-    # Addresses of float32: a given scale; factors of the output, one for all, by row or by column;
-    # the recorded amax, and a bool: whether to record.
+    # Addresses: a given scale; the factor of the output, or factors of its rows or columns; the
+    # recorded amax; a bool, whether to record. All but the bool are float32.
     *("scale", "factor", "other_factor", "recorded", "is_recording"),
     # Sizes of the source, of the results (padded for a Hadamard transform), and of a tile.
     *("source_rows", "source_columns", "rows", "columns", "tile_rows", "tile_columns"),
-    # The blocks of the two results: 0 is all rows, or all columns.
+    # The block sizes of the two results; 0 stands for all rows or all columns.
     *("height", "width", "other_height", "other_width"),
     *("seed", "stream", "counter", "first_row"),  # of the random bits
-    *("hadamard", "minus_signs", "dim"),  # its size, signs, and the dimension that it mixes
+    *("hadamard", "minus_signs", "dim"),  # the transform's size, signs and dimension
 )
 _FLAGS = (
     "scale_kind",  # an index of SCALES
@@ -68,8 +68,8 @@ _AMAX = CastWork.amax.offset
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
 _WORK_BYTES = ctypes.sizeof(CastWork)
-_LANES = 16  # a row of a tile is a multiple of it, or of a block that is
-_JOINED = 2048  # elements of short rows that are rounded as one row
+_LANES = 16  # elements of a vector instruction
+_JOINED = 2048  # short rows of up to so many elements together are rounded as one row
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
 _MAGNITUDE, _EXPONENT, _MANTISSA = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
 _POWER_OF_TWO = np.int32(_EXPONENT)
@@ -95,7 +95,7 @@ def _instruction(signature: Any, emit: Callable[..., Any]) -> Any:
 _INT32, _INT64, _LANES_INT32 = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.IntType(32), _LANES)
 
 
-def _emit_largest(builder: Any, address: Any) -> Any:
+def _emit_amax(builder: Any, address: Any) -> Any:
     kind = ir.FunctionType(_INT32, [_LANES_INT32])
     name = "llvm.vector.reduce.smax.v16i32"
     reduce = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -136,9 +136,9 @@ _address = _instruction(
     types.voidptr(types.int64), lambda builder, at: builder.inttoptr(at, cgutils.voidptr_t)
 )
 # Add to the int64 at an address, as one atomic step; returns the number before.
-_add = _instruction(types.int64(types.int64, types.int64), _atomic("add", _INT64))
-# Raise the int32 at an address to a value if that is larger, as one atomic step.
-_raise = _instruction(types.int32(types.int64, types.int32), _atomic("max", _INT32))
+_atomic_add = _instruction(types.int64(types.int64, types.int64), _atomic("add", _INT64))
+# Raise the int32 at an address to a value that is larger, as one atomic step.
+_atomic_max = _instruction(types.int32(types.int64, types.int32), _atomic("max", _INT32))
 # The bits of a float32, as int32; and the float32 of these bits.
 _bits = _instruction(types.int32(types.float32), lambda builder, x: builder.bitcast(x, _INT32))
 _of_bits = _instruction(
@@ -146,7 +146,7 @@ _of_bits = _instruction(
 )
 # The largest magnitude of the 16 float32 from an address on, as bits, NaN ignored; a loop in Python
 # takes ten times as long.
-_largest_of_16 = _instruction(types.int32(types.int64), _emit_largest)
+_amax_of_16 = _instruction(types.int32(types.int64), _emit_amax)
 # Set the 16 float32 from an address on to a value.
 _fill_16 = _instruction(types.none(types.int64, types.float32), _emit_fill)
 # The float32 of the 16 bfloat16 from an address on, written to another address.
@@ -177,24 +177,24 @@ def _copy(target, source):
 
 
 @njit
-def _nearest(value, magic, least):
+def _nearest(value, magic, min_spacing):
     """See `cast.round_to_format`; `least` is the spacing of subnormals times `magic`."""
     spacing = _of_bits(_bits(value) & _POWER_OF_TWO) * magic
-    spacing = least if spacing < least else spacing
+    spacing = min_spacing if spacing < min_spacing else spacing
     return (value + spacing) - spacing
 
 
-# Scales, one at a time: into the format, and out of it.
+# Scales multiply into the format, inverse scales out of it.
 
 
 @njit
-def _quotient_scale(largest, limit, eps, overflow, power_of_two):
+def _quotient_scale(amax, limit, eps, overflow, power_of_two):
     """See `cast.tensor_scale`."""
-    if largest < eps:
-        largest = eps
-    if not (largest > _ZERO and largest < _INF):
-        return _ONE  # a power of two as it is
-    scale = limit / largest
+    if amax < eps:
+        amax = eps
+    if not (amax > _ZERO and amax < _INF):
+        return _ONE  # which is a power of two
+    scale = limit / amax
     if scale == _INF:
         scale = overflow
     if power_of_two:
@@ -203,57 +203,58 @@ def _quotient_scale(largest, limit, eps, overflow, power_of_two):
 
 
 @njit
-def _power_above(largest, format_max_inverse):
+def _e8m0_code_up(amax, format_max_inverse):
     """The E8M0 code, rounded up: see `scales.e8m0_code`."""
-    bits = _bits(largest * format_max_inverse)
+    bits = _bits(amax * format_max_inverse)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     carry = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
     return min(exponent + carry, 254)
 
 
 @njit
-def _power_near(largest, half, largest_exponent):
-    """The E8M0 code of a power of two: of that below, or of the nearest one."""
-    return min(max((((_bits(largest) + half) >> 23) & 0xFF) - largest_exponent, 0), 254)
+def _e8m0_code_near(amax, half_step, largest_exponent):
+    """The E8M0 code, rounded down or to the nearest power of two: see `scales.e8m0_code`."""
+    return min(max((((_bits(amax) + half_step) >> 23) & 0xFF) - largest_exponent, 0), 254)
 
 
 @njit
-def _set_powers(code, into, out, i):
-    into_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
-    out_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
-    into[i], out[i] = _of_bits(into_bits), _of_bits(out_bits)
+def _write_e8m0_scales(code, scales, inv_scales, i):
+    scale_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
+    inv_scale_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
+    scales[i], inv_scales[i] = _of_bits(scale_bits), _of_bits(inv_scale_bits)
 
 
 @njit
-def _e4m3_scales(largest, into_e4m3):
+def _e4m3_scales(amax, into_e4m3):
     """The scales of one block in NVFP4, see `scales.scales_of`."""
-    exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
+    exact = min(amax * (into_e4m3 * _SIXTH), np.float32(448))
     # E4M3: three bits of mantissa, from 2^-6 on.
-    out = _nearest(exact, np.float32(1.5 * 2**20), np.float32(1.5 * 2**14))
-    return min(_ONE / (out * (_ONE / into_e4m3)), _FLT_MAX), out
+    inv_scale = _nearest(exact, np.float32(1.5 * 2**20), np.float32(1.5 * 2**14))
+    return min(_ONE / (inv_scale * (_ONE / into_e4m3)), _FLT_MAX), inv_scale
 
 
 @njit
-def _scales(largest, into, out, w, into_e4m3):
-    """Write the scales of blocks, from the bits of their amaxes: into the format, and out of it."""
-    # Outside of loops, since numba reads `w` again after each store.
-    kind, limit, eps, overflow = w.scale_kind, w.limit, w.eps, w.overflow
+def _write_scales(amaxes, scales, inv_scales, w, into_e4m3):
+    """Write the scales and inverse scales of blocks, from the bits of their amaxes."""
+    # Read before the loops, since numba reads `w` again after each store.
+    scale_kind, limit, eps, overflow = w.scale_kind, w.limit, w.eps, w.overflow
     power_of_two, largest_exponent = w.power_of_two, w.largest_exponent
-    # Rounded to even, half a step of the mantissa is added to an amax.
-    half = np.int32(1 << (22 - w.mantissa_bits)) if kind == _EVEN else np.int32(0)
-    if kind == _FLOAT32:
-        for i in range(len(largest)):
-            into[i] = _quotient_scale(_of_bits(largest[i]), limit, eps, overflow, power_of_two)
-            out[i] = _ONE / into[i]
-    elif kind == _E4M3:
-        for i in range(len(largest)):
-            into[i], out[i] = _e4m3_scales(_of_bits(largest[i]), into_e4m3)
-    elif kind == _RCEIL:
-        for i in range(len(largest)):
-            _set_powers(_power_above(_of_bits(largest[i]), limit), into, out, i)
+    # Rounding to even adds half a step of the mantissa to the amax.
+    half_step = np.int32(1 << (22 - w.mantissa_bits)) if scale_kind == _EVEN else np.int32(0)
+    if scale_kind == _FLOAT32:
+        for i in range(len(amaxes)):
+            scales[i] = _quotient_scale(_of_bits(amaxes[i]), limit, eps, overflow, power_of_two)
+            inv_scales[i] = _ONE / scales[i]
+    elif scale_kind == _E4M3:
+        for i in range(len(amaxes)):
+            scales[i], inv_scales[i] = _e4m3_scales(_of_bits(amaxes[i]), into_e4m3)
+    elif scale_kind == _RCEIL:
+        for i in range(len(amaxes)):
+            _write_e8m0_scales(_e8m0_code_up(_of_bits(amaxes[i]), limit), scales, inv_scales, i)
     else:
-        for i in range(len(largest)):
-            _set_powers(_power_near(_of_bits(largest[i]), half, largest_exponent), into, out, i)
+        for i in range(len(amaxes)):
+            code = _e8m0_code_near(_of_bits(amaxes[i]), half_step, largest_exponent)
+            _write_e8m0_scales(code, scales, inv_scales, i)
 
 
 @njit
@@ -269,39 +270,40 @@ def _first_level(tensor_amax):
 
 
 @njit
-def _round(values, into, out, result, length, w):
-    """`result = out * round(values * into)`, to the nearest."""
+def _round(values, scales, inv_scales, result, length, w):
+    """`result = inv_scales * round(values * scales)`, to nearest; without the factor `inv_scales`
+    unless the rule carries scales."""
     magic = np.float32(12582912.0 / (1 << w.mantissa_bits))  # 1.5 * 2^(23 - mantissa_bits)
-    least = w.min_normal * magic
+    min_spacing = w.min_normal * magic
     high, low, carries = w.max, -w.max, w.carries_scales != 0
     for i in range(length):
-        scaled = values[i] * into[i]
+        scaled = values[i] * scales[i]
         scaled = high if scaled > high else (low if scaled < low else scaled)
-        rounded = _nearest(scaled, magic, least)
-        result[i] = rounded * out[i] if carries else rounded
+        rounded = _nearest(scaled, magic, min_spacing)
+        result[i] = rounded * inv_scales[i] if carries else rounded
 
 
 @njit
-def _round_at_random(values, into, out, bits, result, length, w):
-    """`result = out * round(values * into)`, at random."""
+def _round_at_random(values, scales, inv_scales, bits, result, length, w):
+    """`_round`, stochastically."""
     per_power = np.float32(1.0 / (1 << w.mantissa_bits))
-    least, high, low, carries = w.min_subnormal, w.max, -w.max, w.carries_scales != 0
+    min_step, high, low, carries = w.min_subnormal, w.max, -w.max, w.carries_scales != 0
     for i in range(length):
-        scaled = values[i] * into[i]
+        scaled = values[i] * scales[i]
         scaled = high if scaled > high else (low if scaled < low else scaled)
         step = _of_bits(_bits(scaled) & _POWER_OF_TWO) * per_power
-        step = least if step < least else step
+        step = min_step if step < min_step else step
         steps = scaled * _of_bits(_TWICE_127 - _bits(step))
         below = np.trunc(steps)
         threshold = np.ceil(abs(steps - below) * np.float32(4294967296.0))
         away = _ONE if np.float64(bits[i]) < np.float64(threshold) else _ZERO
         rounded = (below + np.copysign(away, steps)) * step
-        result[i] = rounded * out[i] if carries else rounded
+        result[i] = rounded * inv_scales[i] if carries else rounded
 
 
 @njit
 def _draw(bits, first_column, length, row, w):
-    """Philox4x32-10 of each place, see `random.RandomBits`; `length` is rounded up to fours."""
+    """Philox4x32-10 of each element, see `random.RandomBits`; rounds `length` up to fours."""
     low, high = np.uint32(w.counter & 0xFFFFFFFF), np.uint32((w.counter >> 32) & 0xFFFFFFFF)
     row_word = np.uint32(row + w.first_row)
     seed, stream = np.uint32(w.seed), np.uint32(w.stream)
@@ -334,7 +336,7 @@ def _rounded_to_bf16(value):
 
 @njit
 def _widen(target, source, length):
-    """Write the float32 of `length` bfloat16 from an address on to another address."""
+    """Convert `length` bfloat16 at an address to float32 at another address."""
     in_lanes = length // _LANES * _LANES
     for i in range(0, in_lanes, _LANES):
         _widen_16(target + 4 * i, source + 2 * i)
@@ -345,7 +347,7 @@ def _widen(target, source, length):
 
 @njit
 def _narrow(target, source):
-    """The bits of float32 values as bfloat16, see `_rounded_to_bf16`."""
+    """Convert float32 to the bits of bfloat16, see `_rounded_to_bf16`."""
     for i in range(len(source)):
         target[i] = np.uint16(np.uint32(_bits(_rounded_to_bf16(source[i]))) >> np.uint32(16))
 
@@ -374,23 +376,23 @@ def _magnitude(word):
 
 
 @njit
-def _raise_all(largest, row):
-    """Raise `largest`, as bits, to the magnitudes of a row."""
+def _raise_to_row(column_amaxes, row):
+    """Raise `column_amaxes`, as bits, to the magnitudes of a row."""
     words = row.view(np.int32)
     for c in range(len(words)):
         size = _magnitude(words[c])
-        largest[c] = size if size > largest[c] else largest[c]
+        column_amaxes[c] = size if size > column_amaxes[c] else column_amaxes[c]
 
 
 @njit
-def _amax(values):
-    """The largest magnitude of a long row, as bits; of blocks, `_largest` takes less time."""
+def _row_amax(values):
+    """The bits of the amax of a long row; for blocks, `_block_amax` is faster."""
     words = values.view(np.int32)
-    most = np.int32(0)
+    amax = np.int32(0)
     for i in range(len(words)):
         size = _magnitude(words[i])
-        most = size if size > most else most
-    return most
+        amax = size if size > amax else amax
+    return amax
 
 
 @njit
@@ -408,17 +410,17 @@ def _store(tile, w, result, top, column):
 
 
 @njit
-def _largest(address, length):
-    """The largest magnitude of `length` float32 from an address on, as bits; NaN ignored."""
-    most = np.int32(0)
+def _block_amax(address, length):
+    """The bits of the amax of `length` float32 from an address on; NaN ignored."""
+    amax = np.int32(0)
     if length % _LANES == 0:
         for i in range(0, length, _LANES):
-            most = max(most, _largest_of_16(address + 4 * i))
-        return most
+            amax = max(amax, _amax_of_16(address + 4 * i))
+        return amax
     words = _ints(address, length)
     for i in range(length):
-        most = max(most, _magnitude(words[i]))
-    return most
+        amax = max(amax, _magnitude(words[i]))
+    return amax
 
 
 @njit
@@ -433,33 +435,34 @@ def _fill(address, width, value):
 
 
 @njit
-def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
-    """Set the scales of blocks of `width` columns, from the values of a row or, if the address is
-    `largest`, the amaxes of columns; `into` and `out` are addresses as well."""
+def _set_scales(address, length, amax_address, scales, inv_scales, width, w, into_e4m3):
+    """Set the scales of blocks of `width` columns, from the values of a row or, if `address` is
+    `amax_address`, from the amaxes of columns. `scales` and `inv_scales` are addresses too."""
     blocks = (length + width - 1) // width
-    amaxes, first, last = _ints(largest, blocks), _floats(into, blocks), _floats(out, blocks)
-    if width > 1 or address != largest:
+    amaxes = _ints(amax_address, blocks)
+    block_scales, block_inv_scales = _floats(scales, blocks), _floats(inv_scales, blocks)
+    if width > 1 or address != amax_address:
         for i in range(blocks):
-            amaxes[i] = _largest(address + 4 * i * width, min(width, length - i * width))
-    _scales(amaxes, first, last, w, into_e4m3)
+            amaxes[i] = _block_amax(address + 4 * i * width, min(width, length - i * width))
+    _write_scales(amaxes, block_scales, block_inv_scales, w, into_e4m3)
     if width > 1:
-        for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
-            into_scale, out_scale = first[i], last[i]
-            _fill(into + 4 * i * width, width, into_scale)
-            _fill(out + 4 * i * width, width, out_scale)
+        for i in range(blocks - 1, -1, -1):  # backward: scales are spread in place
+            scale, inv_scale = block_scales[i], block_inv_scales[i]
+            _fill(scales + 4 * i * width, width, scale)
+            _fill(inv_scales + 4 * i * width, width, inv_scale)
 
 
 @njit
-def _find_group(largest, address, stride, rows):
-    """The amaxes of the columns of some rows, `stride` apart from an address on, as bits."""
-    largest[:] = 0
+def _find_column_amaxes(column_amaxes, address, stride, rows):
+    """Find the column amaxes, as bits, of rows that are `stride` apart from `address` on."""
+    column_amaxes[:] = 0
     for r in range(rows):
-        _raise_all(largest, _floats(address + 4 * r * stride, len(largest)))
+        _raise_to_row(column_amaxes, _floats(address + 4 * r * stride, len(column_amaxes)))
 
 
 @njit
-def _mix(values, unit, size):
-    """The sums and differences of a Hadamard matrix of `size`, of elements `unit` apart."""
+def _butterfly(values, unit, size):
+    """Multiply by a Hadamard matrix of `size`, by sums and differences of elements `unit` apart."""
     stride = unit
     while stride < unit * size:
         for first in range(0, len(values), 2 * stride):
@@ -484,45 +487,45 @@ def _transform(tile, w):
         row = tile[r * columns : (r + 1) * columns]
         for c in range(columns):
             row[c] = _rounded_to_bf16(row[c]) * (signs[c] if rowwise else signs[r])
-    _mix(tile, 1 if rowwise else columns, size)
+    _butterfly(tile, 1 if rowwise else columns, size)
     for i in range(rows * columns):
         tile[i] = _rounded_to_bf16(tile[i] * factor)
 
 
 @njit
-def _raise_columns(largest, w, column):
-    """Raise the amaxes of the matrix's columns from `column` on to `largest`."""
-    for c in range(min(len(largest), w.columns - column)):
-        _raise(w.column_amaxes + 4 * (column + c), largest[c])
+def _raise_columns(column_amaxes, w, column):
+    """Raise the amaxes of the matrix's columns, from `column` on, to `column_amaxes`."""
+    for c in range(min(len(column_amaxes), w.columns - column)):
+        _atomic_max(w.column_amaxes + 4 * (column + c), column_amaxes[c])
 
 
 @njit
 def _tiles(w):
     """The number of tiles in a row of tiles, and the number of all tiles."""
-    beside = (w.columns + w.tile_columns - 1) // w.tile_columns
-    return beside, beside * ((w.rows + w.tile_rows - 1) // w.tile_rows)
+    tiles_per_row = (w.columns + w.tile_columns - 1) // w.tile_columns
+    return tiles_per_row, tiles_per_row * ((w.rows + w.tile_rows - 1) // w.tile_rows)
 
 
 @njit(error_model="numpy")
-def _find(w, start):
-    """Transform a matrix if the work, at the address `start`, has a Hadamard transform, and find
-    its amax or the amaxes of its columns."""
+def _find_amaxes(w, start):
+    """Transform a matrix, if the work at the address `start` has a Hadamard transform, and find its
+    amax or the amaxes of its columns."""
     columns = w.tile_columns
     loads = w.hadamard or w.source_bf16
     memory = np.empty(columns * (1 + (w.tile_rows if loads else 0)), np.float32)
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
     buffer = memory.ctypes.data
-    largest, tile = _ints(buffer, columns), buffer + 4 * columns
-    beside, tiles = _tiles(w)
-    largest[:] = 0
+    column_amaxes, tile = _ints(buffer, columns), buffer + 4 * columns
+    tiles_per_row, tiles = _tiles(w)
+    column_amaxes[:] = 0
     while True:
-        index = _add(start + _NEXT_TILE, 1)
+        index = _atomic_add(start + _NEXT_TILE, 1)
         if index >= tiles:
-            if w.column_amaxes and beside == 1:
-                _raise_columns(largest, w, 0)
+            if w.column_amaxes and tiles_per_row == 1:
+                _raise_columns(column_amaxes, w, 0)
             memory[0] = _ZERO  # keeps the memory until here
             return
-        top, column = index // beside * w.tile_rows, index % beside * columns
+        top, column = index // tiles_per_row * w.tile_rows, index % tiles_per_row * columns
         rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
         source, stride = w.source + 4 * (top * w.source_columns + column), w.source_columns
         if loads:
@@ -532,48 +535,49 @@ def _find(w, start):
             values = _floats(tile, w.tile_rows * columns)
             _transform(values, w)
             _store(values, w, w.result, top, column)
-        most = np.int32(0)
+        amax = np.int32(0)
         for r in range(rows):
             row = _floats(source + 4 * r * stride, length)
             if w.column_amaxes:
-                _raise_all(largest, row)
+                _raise_to_row(column_amaxes, row)
             else:
-                most = max(most, _amax(row))
+                amax = max(amax, _row_amax(row))
         if not w.column_amaxes:
-            _raise(start + _AMAX, most)
-        elif beside > 1:
-            _raise_columns(largest, w, column)
-            largest[:] = 0
+            _atomic_max(start + _AMAX, amax)
+        elif tiles_per_row > 1:
+            _raise_columns(column_amaxes, w, column)
+            column_amaxes[:] = 0
 
 
-# A thread's memory for rounding: lines of 4-byte words, and behind them a tile.
-_ROUNDED, _BITS, _AMAXES, _INTO, _OUT, _OTHER_INTO, _OTHER_OUT, _LINES = range(8)
+# A thread's memory for rounding: lines of 4-byte words, and a tile after them.
+_ROUNDED, _BITS, _AMAXES, _SCALE, _INV_SCALE, _OTHER_SCALE, _OTHER_INV_SCALE, _LINES = range(8)
 
 
 @njit(error_model="numpy")
 def _set_one_scale(lines, w, tensor_amax, into_e4m3):
     """Set the scales of a row to the scale of the matrix."""
     columns = w.tile_columns
-    into, out = _floats(lines[_INTO], columns), _floats(lines[_OUT], columns)
+    scales, inv_scales = _floats(lines[_SCALE], columns), _floats(lines[_INV_SCALE], columns)
     if w.scale_kind == _GIVEN:
-        into[0] = _floats(w.scale, 1)[0]
-        out[0] = _ONE / into[0]
+        scales[0] = _floats(w.scale, 1)[0]
+        inv_scales[0] = _ONE / scales[0]
     else:
         amaxes = _ints(lines[_AMAXES], 1)
         amaxes[0] = _bits(tensor_amax)
-        _scales(amaxes, into, out, w, into_e4m3)
-    into[:], out[:] = into[0], out[0]
+        _write_scales(amaxes, scales, inv_scales, w, into_e4m3)
+    scales[:], inv_scales[:] = scales[0], inv_scales[0]
 
 
 @njit
 def _round_tile(lines, w, source, stride, top, column, is_other, sets_columns, into_e4m3):
-    """Round a tile of the matrix, whose rows are `stride` apart from the address `source` on, to
-    one of the two results. `sets_columns`: the scales of its columns are not set yet."""
+    """Round a tile, whose rows are `stride` apart from the address `source` on, to one of the two
+    results. `sets_columns`: the scales of its columns are not set yet."""
     result = w.other_result if is_other else w.result
     height = w.other_height if is_other else w.height
     width = w.other_width if is_other else w.width
     factor = w.other_factor if is_other else w.factor
-    into, out = lines[_OTHER_INTO if is_other else _INTO], lines[_OTHER_OUT if is_other else _OUT]
+    scales = lines[_OTHER_SCALE if is_other else _SCALE]
+    inv_scales = lines[_OTHER_INV_SCALE if is_other else _INV_SCALE]
     rows, columns = min(w.tile_rows, w.rows - top), min(w.tile_columns, w.columns - column)
     has_one_scale, to_bf16 = w.height == 0 and w.width == 0, w.result_bf16 != 0
     step = 1  # rows at a time: several, if they are adjacent and consist of whole blocks
@@ -585,42 +589,42 @@ def _round_tile(lines, w, source, stride, top, column, is_other, sets_columns, i
         row, amaxes = source + 4 * r * stride, lines[_AMAXES]
         if height == 1:
             size = width if width else length
-            _set_scales(row, length, amaxes, into, out, size, w, into_e4m3)
+            _set_scales(row, length, amaxes, scales, inv_scales, size, w, into_e4m3)
         elif height and r % height == 0:
-            _find_group(_ints(amaxes, length), row, stride, min(height, rows - r))
-            _set_scales(amaxes, length, amaxes, into, out, width, w, into_e4m3)
+            _find_column_amaxes(_ints(amaxes, length), row, stride, min(height, rows - r))
+            _set_scales(amaxes, length, amaxes, scales, inv_scales, width, w, into_e4m3)
         elif height == 0 and not has_one_scale and r == 0 and sets_columns:
             _ints(amaxes, length)[:] = _ints(w.column_amaxes + 4 * column, length)
-            _set_scales(amaxes, length, amaxes, into, out, 1, w, into_e4m3)
+            _set_scales(amaxes, length, amaxes, scales, inv_scales, 1, w, into_e4m3)
         if factor and not has_one_scale and not w.carries_scales:
             if height == 1:
-                _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
+                _floats(factor, w.rows)[top + r] = _floats(inv_scales, 1)[0]
             elif top == 0 and r == 0:
-                _floats(factor + 4 * column, length)[:] = _floats(out, length)
+                _floats(factor + 4 * column, length)[:] = _floats(inv_scales, length)
         index = (top + r) * w.columns + column
         target = _floats(lines[_ROUNDED] if to_bf16 else result + 4 * index, length)
         values = _floats(row, length)
-        into_scales, out_scales = _floats(into, length), _floats(out, length)
+        scale_row, inv_scale_row = _floats(scales, length), _floats(inv_scales, length)
         if w.stochastic:
             bits = carray(_address(lines[_BITS]), length + 3, np.uint32)
             _draw(bits, column, length, top + r, w)
-            _round_at_random(values, into_scales, out_scales, bits, target, length, w)
+            _round_at_random(values, scale_row, inv_scale_row, bits, target, length, w)
         else:
-            _round(values, into_scales, out_scales, target, length, w)
+            _round(values, scale_row, inv_scale_row, target, length, w)
         if to_bf16:
             _narrow(_halves(result + 2 * index, length), target)
 
 
 @njit(error_model="numpy")
 def _round_matrix(w, start):
-    """Round a matrix, whose work is at the address `start`, to one or two results, row by row."""
+    """Round a matrix, whose work is at the address `start`, to one or two results."""
     # A result that overwrites the source would keep loops from using vectors.
     loads = w.source_bf16 or w.source == w.result
-    room = max(w.tile_columns, _JOINED) + 4
-    in_tile = w.tile_rows * w.tile_columns if loads else 0
-    memory = np.empty(_LINES * room + in_tile, np.float32)
+    line_words = max(w.tile_columns, _JOINED) + 4
+    tile_words = w.tile_rows * w.tile_columns if loads else 0
+    memory = np.empty(_LINES * line_words + tile_words, np.float32)
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
-    lines = memory.ctypes.data + 4 * room * np.arange(_LINES + 1)
+    lines = memory.ctypes.data + 4 * line_words * np.arange(_LINES + 1)
     tensor_amax, into_e4m3 = _ZERO, _ONE
     if not w.recorded:
         tensor_amax = _floats(start + _AMAX, 1)[0]
@@ -631,48 +635,48 @@ def _round_matrix(w, start):
     if w.factor and (has_one_scale or w.scale_kind == _E4M3):  # also of a matrix without rows
         factor = tensor_amax * _OUT_OF_TWO_LEVELS
         if w.scale_kind != _E4M3:
-            factor = _floats(lines[_OUT], 1)[0]
+            factor = _floats(lines[_INV_SCALE], 1)[0]
         _floats(w.factor, 1)[0] = factor
         if w.other_factor:
             _floats(w.other_factor, 1)[0] = factor
-    beside, tiles = _tiles(w)
+    tiles_per_row, tiles = _tiles(w)
     sets_columns = True
     while True:
-        index = _add(start + _NEXT_TILE, 1)
+        index = _atomic_add(start + _NEXT_TILE, 1)
         if index >= tiles:
             memory[0] = _ZERO  # keeps the memory until here
             return
-        top, column = index // beside * w.tile_rows, index % beside * w.tile_columns
+        top, column = index // tiles_per_row * w.tile_rows, index % tiles_per_row * w.tile_columns
         source, stride = w.source + 4 * (top * w.columns + column), w.columns
         if loads:
             _load(lines[_LINES], w, top, column)
             source, stride = lines[_LINES], w.tile_columns
         if w.recorded:
-            most, length = np.int32(0), min(w.tile_columns, w.columns - column)
+            amax, length = np.int32(0), min(w.tile_columns, w.columns - column)
             for r in range(min(w.tile_rows, w.rows - top)):
-                most = max(most, _amax(_floats(source + 4 * r * stride, length)))
-            _raise(start + _AMAX, most)
+                amax = max(amax, _row_amax(_floats(source + 4 * r * stride, length)))
+            _atomic_max(start + _AMAX, amax)
         _round_tile(lines, w, source, stride, top, column, False, sets_columns, into_e4m3)
         if w.other_result:
             _round_tile(lines, w, source, stride, top, column, True, sets_columns, into_e4m3)
-        sets_columns = beside > 1  # else all tiles have the same columns
-        if w.recorded and _add(start + _TILES_DONE, 1) == tiles - 1:
-            largest_seen = _floats(start + _AMAX, 1)[0]
+        sets_columns = tiles_per_row > 1  # else all tiles have the same columns
+        if w.recorded and _atomic_add(start + _TILES_DONE, 1) == tiles - 1:
+            recorded_amax = _floats(start + _AMAX, 1)[0]
             if w.is_recording and not carray(_address(w.is_recording), 1, np.uint8)[0]:
-                largest_seen = _ZERO
+                recorded_amax = _ZERO
             recorded = _floats(w.recorded, 1)
-            if not recorded[0] > largest_seen:
-                recorded[0] = largest_seen
+            if not recorded[0] > recorded_amax:
+                recorded[0] = recorded_amax
 
 
 def _find_tiles(pointer):
-    """`_find` of each group."""
+    """Call `_find_amaxes` for each group."""
     for i in range(carray(pointer, 1)[0].groups):
-        _find(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
+        _find_amaxes(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
 
 
 def _round_tiles(pointer):
-    """`_round_matrix` of each group."""
+    """Call `_round_matrix` for each group."""
     for i in range(carray(pointer, 1)[0].groups):
         _round_matrix(carray(pointer, i + 1)[i], _start(pointer) + i * _WORK_BYTES)
 

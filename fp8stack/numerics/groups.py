@@ -1,10 +1,10 @@
-"""Rounding of groups of rows, each by itself: no scale and no block crosses a group.
+"""Rounding of groups of rows: no scale and no block spans two groups.
 
-A matrix [rows, columns] has its groups one after the other, and `offs`, int32 [groups], says where
-each ends. Groups of one size are [groups, rows, columns] and need no `offs`.
+A matrix [rows, columns] has one group after the other; `offs`, int32 [groups], holds the end of
+each group. Groups of one size are [groups, rows, columns] and have no `offs`.
 
 The rounding is one operator, so that the code around it compiles for groups of any sizes. It reads
-`offs`, for which it waits on a GPU.
+`offs` on the host, which synchronizes with a GPU.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ def round_groups(
     bf16: bool = False,
     amaxes: bool = False,
 ) -> tuple[list[Rounded], Tensor | None]:
-    """`rule.round` of each group.
+    """Apply `rule.round` to each group.
 
     The stream of `bits` and the `scale` are [groups].
 
     Returns:
-        For each of the rule's blocks the values, in the shape of `x`, and the factors: [groups] in
-        place of 0-dim, one for each row, or one for each group and column. If groups are padded,
-        they begin at multiples of `rule.row_multiple`, and the values end in rows of zeros. Then
-        the amaxes of the groups, float32 [groups], if `amaxes`, for a given scale.
+        For each of the rule's blocks, the values in the shape of `x`, and factors [groups], [rows]
+        or [groups, columns]. If groups are padded, they begin at multiples of `rule.row_multiple`,
+        and the values end in rows of zeros. With `amaxes` and a given scale, also the amaxes of the
+        groups, float32 [groups].
     """
     random: Any = (None, 0, None, 0)
     if bits is not None:
         random = bits.counter, bits.seed, bits.stream, int(bits.first_row)
     run: Any = _operator if fused.needs_operator(x) else _round_groups
     tensors: list[Tensor] = run(x, offs, rule.number, scale, *random, bf16, amaxes)
-    step = (len(tensors) - amaxes) // len(rule.blocks)
+    tensors_per_block = (len(tensors) - amaxes) // len(rule.blocks)
     copies = []
-    for i in range(0, len(tensors) - amaxes, step):
-        copies.append(Rounded(tensors[i], tensors[i + 1] if step == 2 else None))
+    for i in range(0, len(tensors) - amaxes, tensors_per_block):
+        copies.append(Rounded(tensors[i], tensors[i + 1] if tensors_per_block == 2 else None))
     return copies, tensors[-1] if amaxes else None
 
 
@@ -62,10 +62,10 @@ def sizes_of(offs: Tensor, rows: int) -> np.ndarray:
     Raises:
         UserError: `offs` are not the ends of groups of `rows` rows in all.
     """
-    ends = offs.cpu().numpy().astype(np.int64)
-    sizes: np.ndarray = np.diff(ends, prepend=0)
-    if sizes.min() < 0 or ends[-1] != rows:
-        listed = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
+    offsets = offs.cpu().numpy().astype(np.int64)
+    sizes: np.ndarray = np.diff(offsets, prepend=0)
+    if sizes.min() < 0 or offsets[-1] != rows:
+        listed = ", ".join(map(str, offsets[:8])) + (", ..." if len(offsets) > 8 else "")
         raise UserError(
             f"A grouped linear got offsets [{listed}] for {rows} rows. Offsets are the ends of the "
             "groups, in order, the last one the number of rows."
@@ -79,7 +79,7 @@ def split_groups(x: Tensor, offs: Tensor | None) -> Sequence[Tensor]:
 
 
 def _results(x: Tensor, offs: Tensor | None, rule: RoundingRule, bf16: bool) -> list[Tensor]:
-    """Memory for the values of each block and, if there is one, the factor."""
+    """Allocate the values and, if the rule has them, the factors of each block."""
     groups = len(x) if offs is None else len(offs)
     rows, columns = x.shape[-2:]
     if rule.quantizer.hadamard:
@@ -93,7 +93,7 @@ def _results(x: Tensor, offs: Tensor | None, rule: RoundingRule, bf16: bool) -> 
         results.append(x.new_empty((*leading, rows, columns), dtype=dtype))
         if rule.has_factor:
             sizes = {(1, 0): (*leading, rows), (0, 1): (groups, columns)}
-            # The kernel leaves the factors of the columns of a group without rows.
+            # The kernel does not write factors of the columns of an empty group.
             results.append(x.new_ones(sizes.get(block, (groups,)), dtype=torch.float32))
     return results
 
@@ -120,17 +120,17 @@ def _round_groups(
     rounding: Any = fused.RULES[rule]
     results = _results(x, offs, rounding, bf16)
     sizes = np.full(len(x), x.shape[1]) if offs is None else sizes_of(offs, len(x))
-    largest = x.new_zeros(len(sizes), dtype=torch.float32)
+    group_amaxes = x.new_zeros(len(sizes), dtype=torch.float32)
     multiple = rounding.row_multiple
     if offs is not None and multiple > 1:
         padded_rows = int((-(-sizes // multiple) * multiple).sum())
         for result in results[:: 2 if rounding.has_factor else 1]:
             result[padded_rows:] = 0
-    recorded = largest if amaxes else None
+    recorded = group_amaxes if amaxes else None
     if fused.rounds_groups(x):
         random = counter, seed, streams, first_row
         fused.round_groups(x, rule, sizes, scale, recorded, random, results)
-        return [*results, largest] if amaxes else results
+        return [*results, group_amaxes] if amaxes else results
     # On a GPU, or without numba: one group after the other.
     streams_of_groups = [0] * len(sizes) if streams is None else streams.tolist()
     start = 0
@@ -138,17 +138,19 @@ def _round_groups(
         bits = None
         if counter is not None:
             bits = RandomBits(seed, streams_of_groups[index], counter, first_row)
-        of_group = [None if tensor is None else tensor[index] for tensor in (scale, recorded)]
-        copies = rounding.round(matrix, bits, *of_group, None, bf16, fuse=False)
+        scale_and_recorded = [
+            None if tensor is None else tensor[index] for tensor in (scale, recorded)
+        ]
+        copies = rounding.round(matrix, bits, *scale_and_recorded, None, bf16, fuse=False)
         stop = start + len(copies[0].values)
         rows: Any = index if offs is None else slice(start, stop)
-        memories = iter(results)
+        remaining_results = iter(results)
         for (values, factor), block in zip(copies, rounding.blocks, strict=True):
-            next(memories)[rows] = values
+            next(remaining_results)[rows] = values
             if factor is not None:
-                next(memories)[rows if block == (1, 0) else index] = factor
+                next(remaining_results)[rows if block == (1, 0) else index] = factor
         start = stop
-    return [*results, largest] if amaxes else results
+    return [*results, group_amaxes] if amaxes else results
 
 
 _operator = operator_on_any_device("round_groups", _fake_round_groups)(_round_groups)

@@ -59,7 +59,7 @@ class Rounding(RoundingRule):
         generator: RandomBits | None = None,
         scale: Tensor | None = None,
         recorded: Tensor | None = None,
-        counts: Tensor | None = None,
+        is_counted: Tensor | None = None,
         bf16: bool = False,
         *,
         fuse: bool = True,
@@ -71,7 +71,7 @@ class Rounding(RoundingRule):
             generator: the bits for stochastic rounding, by the position in `x`.
             scale: the scale of the matrix, float32 and 0-dim, if it is given and not computed.
             recorded: float32 and 0-dim, replaced by the larger of it and the amax of `x`.
-            counts: bool and 0-dim; if false, `recorded` stays as it is.
+            is_counted: bool and 0-dim; if false, `recorded` stays as it is.
             bf16: return bfloat16, which represents the values of quantizers that are
                 `exact_in_bf16`.
             fuse: use `fused` where possible, else torch's operators on every device.
@@ -79,14 +79,14 @@ class Rounding(RoundingRule):
         run = fused.implementation(x) if fuse else None
         if run is not None:
             bits = _NO_BITS if generator is None else _bits(generator)
-            tensors = run(x, self.number, scale, recorded, counts, *bits, bf16)
+            tensors = run(x, self.number, scale, recorded, is_counted, *bits, bf16)
             copies = []
             step = 2 if self.has_factor else 1
             for i in range(0, len(tensors), step):
                 copies.append(Rounded(tensors[i], tensors[i + 1] if step == 2 else None))
             return copies
         if recorded is not None:
-            record_amax(recorded, amax(x), counts)
+            record_amax(recorded, amax(x), is_counted)
         dtype = x.dtype
         if self.quantizer.hadamard:
             x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16

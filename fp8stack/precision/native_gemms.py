@@ -1,8 +1,9 @@
-"""The GEMMs of GPUs on FP8 and FP4 operands: which kernel runs the operands of a recipe, by backend
-and compute capability, or the reason that none does. Pure; no torch here.
+"""FP8 and FP4 GEMMs of GPUs: the kernel for the operands of a recipe, by backend and compute
+capability, or the reason that there is none. Pure; no torch here.
 
-A GEMM whose operands have no kernel multiplies their values in bf16 or float32. Sources:
-docs.nvidia.com/cuda/cublas for the GEMMs, Transformer Engine 2.20's recipes and their checks.
+A GEMM without a kernel runs in high precision: bf16 or float32, on the values of its operands.
+Sources: docs.nvidia.com/cuda/cublas for the GEMMs, Transformer Engine 2.20's recipes and their
+checks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of compute capability `least` or later, and of the major numbers `majors` if given.
+    """GPUs of compute capability `least` or later, with the major numbers `majors` if given.
     `words` describes them in messages."""
 
     words: str
@@ -24,7 +25,7 @@ class Gpus:
     majors: tuple[int, ...] | None = None
 
     def have(self, capability: tuple[int, int] | None) -> bool:
-        """Whether GPUs of a compute capability are included; None is a CPU."""
+        """Whether a compute capability is included; None stands for a CPU."""
         return (
             capability is not None
             and capability >= self.least
@@ -48,12 +49,12 @@ class Kernel:
     Attributes:
         name: the name of the recipe that it is for.
         gpus: the GPUs that have it.
-        te: those on which Transformer Engine runs it; None where it has no such recipe.
-        torch: those on which torch runs it.
-        cuda: the CUDA version that torch must be built for, at least.
-        torch_on_12: the version of torch that it needs on 12.x, at least.
-        torch_on_cpu: the same on a CPU; None where torch has none for CPUs.
-        feature_multiple: the divisor of in and out features.
+        te: the GPUs on which Transformer Engine runs it; None without such a recipe.
+        torch: the GPUs on which torch runs it.
+        cuda: the minimal CUDA version of the torch build.
+        torch_on_12: the minimal version of torch on 12.x.
+        torch_on_cpu: the minimal version of torch on a CPU; None if torch has it only on GPUs.
+        feature_multiple: in and out features must be multiples of this.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Kernel:
     feature_multiple: int = 16
 
     def runs_by(self, backend: str, hardware: Hardware) -> bool:
-        """Whether a backend, te or torch, runs it on a machine whose hardware has it."""
+        """Whether a backend, te or torch, runs it on hardware that has it."""
         if backend == "torch" and hardware.capability is None:
             return self.torch_on_cpu is not None and not hardware.other_gpu
         gpus = self.torch if backend == "torch" else self.te
@@ -123,11 +124,11 @@ _BACKENDS = {"te": "Transformer Engine", "torch": "torch"}
 
 
 def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
-    """The reason that a backend, te or torch, runs no linear with these operands on a machine; ""
-    if it does. te needs a kernel for all three GEMMs, torch for one of them."""
-    plain = plain_gemms(quantizers, hardware, backend=backend)
-    problem = next(filter(None, plain.values()), "")
-    if len(plain) == len(quantizers.gemms):
+    """The reason that a backend, te or torch, cannot run a linear with these operands on a machine;
+    "" if it can. te needs kernels for all three GEMMs, torch for at least one."""
+    high_precision = plain_gemms(quantizers, hardware, backend=backend)
+    problem = next(filter(None, high_precision.values()), "")
+    if len(high_precision) == len(quantizers.gemms):
         return problem or NO_KERNEL
     if backend == "te":
         if problem or not te_has(quantizers, hardware.capability):
@@ -139,7 +140,7 @@ def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
             f"the torch backend needs torch {least} or later, this is {hardware.torch_version} "
             f"(pip install --upgrade 'torch>={least}')"
         )
-    if any(q.stochastic for place, q in quantizers.each.items() if place.startswith("weight")):
+    if any(q.stochastic for key, q in quantizers.each.items() if key.startswith("weight")):
         return "the torch backend casts a weight once a step, and not at random"
     return ""
 
@@ -147,23 +148,23 @@ def unable(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
 def plain_gemms(
     quantizers: Quantizers, hardware: Hardware, groups: int = 0, backend: str = "torch"
 ) -> dict[str, str]:
-    """The GEMMs of a layer that a backend, te or torch, does not multiply in FP8 or FP4, each with
-    the reason, or "" if not both operands are quantized. `groups` is the number of groups of a
-    grouped linear; Transformer Engine has its kernels for groups as well."""
-    plain: dict[str, str] = {}
+    """The GEMMs of a layer that a backend, te or torch, runs in high precision, and their reasons:
+    "" if an operand is not quantized. `groups` is the number of groups of a grouped linear, for
+    which Transformer Engine has the same kernels as for linears."""
+    high_precision: dict[str, str] = {}
     for gemm in quantizers.gemms:
         if None in quantizers.values(gemm):
-            plain[gemm] = ""
+            high_precision[gemm] = ""
         elif groups and backend == "torch":
             if problem := _lacking_in_groups(quantizers, gemm, hardware, groups):
-                plain[gemm] = problem
+                high_precision[gemm] = problem
         elif problem := _lacking(quantizers, gemm, hardware, backend):
-            plain[gemm] = problem
-    return plain
+            high_precision[gemm] = problem
+    return high_precision
 
 
 def _lacking(quantizers: Quantizers, gemm: str, hardware: Hardware, backend: str) -> str:
-    """The reason that a backend has no kernel for a GEMM on a machine; "" if it has."""
+    """The reason that a backend has no kernel for a GEMM on a machine; "" if it has one."""
     if problem := no_hardware(quantizers.only([gemm])):
         return problem
     kernel = KERNELS.get(kernels_of(quantizers)[gemm] or "")
@@ -187,37 +188,37 @@ def _lacking(quantizers: Quantizers, gemm: str, hardware: Hardware, backend: str
 
 
 def _lacking_in_groups(quantizers: Quantizers, gemm: str, hardware: Hardware, groups: int) -> str:
-    """The reason that torch has no kernel for a GEMM of a grouped linear; "" if it has.
+    """The reason that torch has no kernel for a GEMM of a grouped linear; "" if it has one.
 
     torch 2.13 (aten/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu): compute capability 9.0 and
-    10.0; sizes divisible by 16; to bfloat16, without a bias; no kernel for CPUs.
-    `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales by row. Of two matrices, as in
-    wgrad, each group needs rows, a multiple of 16. There are no scales in blocks of 128.
-    `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
-    in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
+    10.0; sizes divisible by 16; bfloat16 outputs, no bias; no kernel for CPUs.
+    `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales by row. For two matrices, as in
+    wgrad, the rows of each group must be a positive multiple of 16. There are no scales in blocks
+    of 128. Not used: `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and
+    NVFP4, with scales in blocks of 128 x 4 for each group, but only in builds with FBGEMM.
     """
     if not HOPPER_OR_BLACKWELL.have(hardware.capability) or groups > MOST_GROUPS:
         gpus = HOPPER_OR_BLACKWELL.words
         limits = f"compute capability {gpus}, and at most {MOST_GROUPS} groups"
         return f"torch's grouped GEMM needs {limits}"
-    takes_forward_values = "forward" in quantizers.gemms[gemm]
+    reuses_forward_values = "forward" in quantizers.gemms[gemm]
     is_e4m3 = all(q is not None and q.format == "e4m3" for q in quantizers.values(gemm))
-    scaled = kernels_of(quantizers)[gemm] in SCALED_AFTERWARDS
-    if gemm == "wgrad" or takes_forward_values or not is_e4m3 or not scaled:
+    scales_afterwards = kernels_of(quantizers)[gemm] in SCALED_AFTERWARDS
+    if gemm == "wgrad" or reuses_forward_values or not is_e4m3 or not scales_afterwards:
         return "torch's grouped GEMM takes E4M3 with scales by tensor or row, and not for wgrad"
     return ""
 
 
-def plain_in_words(plain: dict[str, str]) -> str:
+def plain_in_words(high_precision: dict[str, str]) -> str:
     """A sentence about the GEMMs that `plain_gemms` returns."""
-    reason = next(filter(None, plain.values()), "")
-    return f"{' and '.join(plain)} in high precision" + f": {reason}" * bool(reason)
+    reason = next(filter(None, high_precision.values()), "")
+    return f"{' and '.join(high_precision)} in high precision" + f": {reason}" * bool(reason)
 
 
 def kernels_of(quantizers: Quantizers) -> dict[str, str | None]:
-    """The name in `KERNELS` of the GEMM for the operands of each GEMM, fprop, dgrad and wgrad; None
-    without one. Values of the forward pass count as quantized where their transposed bytes are the
-    bytes of the transposed tensor."""
+    """The name in `KERNELS` of the kernel for each GEMM, fprop, dgrad and wgrad; None without one.
+    A GEMM that reuses the values of the forward pass has a kernel only if their transposed bytes
+    are the bytes of the transposed tensor."""
     kernels: dict[str, str | None] = {}
     for gemm, pair in quantizers.gemms.items():
         first, second = quantizers.values(gemm)
@@ -229,22 +230,21 @@ def kernels_of(quantizers: Quantizers) -> dict[str, str | None]:
 
 
 def kernel_of(quantizers: Quantizers) -> str | None:
-    """The name in `KERNELS` of the GEMM that all three GEMMs of these operands need; None without
-    one."""
+    """The name in `KERNELS` of the kernel for all three GEMMs of a layer; None without one."""
     kernels = set(kernels_of(quantizers).values())
     return kernels.pop() if len(kernels) == 1 else None
 
 
 def _kernel_of_gemm(gemm: str, first: Quantizer, second: Quantizer) -> str | None:
-    """The name in `KERNELS` of the GEMM for two quantized operands, x or dy and w, or dy and x."""
+    """The name in `KERNELS` of the kernel for quantized operands: x or dy and w, or dy and x."""
     pair, blocks = (first, second), (first.block, second.block)
     if all(q.scale == "e4m3" for q in pair):
-        # Only gradients are rounded at random, and only the operands of dw are transformed.
-        random = second.stochastic or (first.stochastic and gemm == "fprop")
-        square = gemm != "wgrad" and blocks == ((1, 16), (16, 16))
+        # Only gradients are rounded stochastically, and only the operands of dw are transformed.
+        is_stochastic = second.stochastic or (first.stochastic and gemm == "fprop")
+        has_square_weights = gemm != "wgrad" and blocks == ((1, 16), (16, 16))
         sizes = (0, 16) if gemm == "wgrad" else (0,)
-        fits = (square or blocks == ((1, 16), (1, 16))) and first.hadamard in sizes
-        return "nvfp4" if fits and not random else None
+        fits = (has_square_weights or blocks == ((1, 16), (1, 16))) and first.hadamard in sizes
+        return "nvfp4" if fits and not is_stochastic else None
     if any(q.stochastic or q.hadamard or q.format not in ("e4m3", "e5m2") for q in pair):
         return None
     if all(q.per_tensor for q in pair):
@@ -252,26 +252,28 @@ def _kernel_of_gemm(gemm: str, first: Quantizer, second: Quantizer) -> str | Non
     if any(q.format != "e4m3" for q in pair):
         return None
     if all(isinstance(block, str) for block in blocks):
-        return "rowwise"  # a tensor's scale is one for each of its rows
+        return "rowwise"  # a scale per tensor is the same scale for each row
     if any(q.eps for q in pair):
         return None
-    squares = (1, 128) if gemm == "wgrad" else (128, 128)
-    if blocks == ((1, 128), squares) and all(q.scale in _FLOAT32 for q in pair):
+    second_block = (1, 128) if gemm == "wgrad" else (128, 128)
+    if blocks == ((1, 128), second_block) and all(q.scale in _FLOAT32 for q in pair):
         return "block"
-    mx = blocks == ((1, 32), (1, 32)) and all(q.scale == "e8m0" for q in pair)
-    return "mxfp8" if mx else None
+    is_mxfp8 = blocks == ((1, 32), (1, 32)) and all(q.scale == "e8m0" for q in pair)
+    return "mxfp8" if is_mxfp8 else None
 
 
 def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
-    """Whether some settings of a recipe of Transformer Engine give these quantizers: of
-    `NVFP4BlockScaling`, gradients rounded stochastically or not, Hadamard transforms for dw or not,
-    weights in squares or in rows; of the others, one setting for all operands, E4M3 or with
-    gradients in E5M2, MXFP8's scales by rceil, and block scales that are powers of two where it
-    runs them as MXFP8."""
+    """Whether a recipe of Transformer Engine can have these quantizers.
+
+    `NVFP4BlockScaling`: gradients rounded stochastically or to nearest, dw with or without Hadamard
+    transforms, weights in square or row blocks. Other recipes: the same settings for all operands,
+    except that gradients may be E5M2; MXFP8's scales by rceil; block scales that are powers of two
+    on GPUs that run them as MXFP8.
+    """
     by_operand, kernel = quantizers.each, kernel_of(quantizers)
     if kernel is None:
-        # Not by `backward_override` either: in high precision, TE 2.20.2 multiplies bfloat16
-        # gradients by the float32 weight itself, which no GEMM of cuBLAS does; dequantized, it
+        # `backward_override` does not help: with "high_precision", TE 2.20.2 multiplies bfloat16
+        # gradients by the float32 weight, which no GEMM of cuBLAS does; with "dequantized", it
         # rounds forward values to bfloat16.
         return False
     x, weight = by_operand["input"], by_operand["weight"]
@@ -281,8 +283,8 @@ def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
         return False
     if kernel != "nvfp4":
         settings = {replace(q, format=x.format, block=x.block) for q in by_operand.values()}
-        shared = all(quantizers.columnwise(name) == by_operand[name] for name in OPERANDS)
-        return shared and len(settings) == 1 and weight.format == x.format
+        is_shared = all(quantizers.columnwise(name) == by_operand[name] for name in OPERANDS)
+        return is_shared and len(settings) == 1 and weight.format == x.format
     rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
     gradient = replace(rows, rounding=by_operand["grad_output"].rounding)
     hadamard = by_operand["grad_output.wgrad"].hadamard
@@ -297,7 +299,7 @@ def te_has(quantizers: Quantizers, capability: tuple[int, int] | None) -> bool:
 
 
 def feature_multiple(quantizers: Quantizers, backend: str) -> int:
-    """The divisor that a backend's GEMMs require of a layer's in and out features."""
+    """A backend's GEMMs require in and out features that are multiples of this."""
     kernels = set(filter(None, kernels_of(quantizers).values()))
     if "block" in kernels and backend == "torch":
         return 128
@@ -305,7 +307,7 @@ def feature_multiple(quantizers: Quantizers, backend: str) -> int:
 
 
 def no_hardware(quantizers: Quantizers) -> str:
-    """The reason that no hardware multiplies operands in custom formats; "" without one."""
+    """The reason that no hardware multiplies these operands: custom formats; "" without any."""
     names = quantizers.own_formats
     return f"no hardware multiplies {' and '.join(names)}" if names else ""
 

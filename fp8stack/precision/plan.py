@@ -26,7 +26,7 @@ on an EPYC and a Xeon with AMX. At 128, steps take 5 to 15 % longer than in fp32
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The decision for one linear layer, or a grouped one, which has a matrix for each group.
+    """The decision for one linear, or one grouped linear, which has a weight matrix per group.
 
     Attributes:
         name: its module path.
@@ -34,17 +34,18 @@ class LayerPlan:
         out_features: the number of output features.
         fp8: whether it is quantized.
         precision: the recipe's name, or a compute dtype.
-        reason: why it is not quantized.
-        doubt: why quantizing it may not pay.
+        reason: the reason that it is not quantized.
+        doubt: the reason that quantizing it may not be profitable.
         quantizers: the quantizers of its operands.
         backend: the backend that runs it, if not the plan's.
-        why: why that backend and not the plan's, or why some of its GEMMs are emulated.
+        why: the reason that another backend than the plan's runs it, or that some of its GEMMs run
+            in high precision.
         active: the share of tokens that the layer processes, less than 1 in an expert; for a
             grouped linear, the mean share of a group.
-        groups: the number of groups of a grouped linear, whose features are those of one group; 0
-            for a linear.
-        plain_gemms: the GEMMs that its backend, te or torch, does not multiply in FP8 or FP4, but
-            in the compute dtype if that represents the values of their operands, else in float32.
+        groups: the number of groups of a grouped linear, 0 for a linear. The numbers of features
+            are for one group.
+        plain_gemms: the GEMMs that its backend, te or torch, runs in high precision: in the compute
+            dtype if that represents the values of their operands, else in float32.
     """
 
     name: str
@@ -74,17 +75,17 @@ class LayerPlan:
 
     @property
     def emulated(self) -> Quantizers:
-        """The quantizers of the GEMMs that are emulated, if any are."""
+        """The quantizers of the GEMMs in high precision; without any, the layer's quantizers."""
         assert self.quantizers is not None
         return self.quantizers.only(self.plain_gemms) if self.plain_gemms else self.quantizers
 
     @property
     def sentence(self) -> str:
-        """The layer's precision and the reason that it differs from the plan's."""
+        """The layer's precision, and the reason that it differs from the plan's."""
         return f"{self.name}: {self.precision}, {self.reason or self.why}"
 
     def to_json(self) -> dict[str, Any]:
-        """The decision as JSON data; the quantizers are in the plan's recipe."""
+        """The decision as JSON data, without the quantizers, which the plan's recipe has."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
         left_out |= {"active"} if self.active == 1 else set()
         left_out |= {name for name in ("groups", "plain_gemms") if not getattr(self, name)}
@@ -97,23 +98,23 @@ class Plan:
     """The precision and backend of a model, decided before it is built.
 
     Attributes:
-        asked: the requested recipe's name, "auto" included.
+        asked: the name of the requested recipe, which may be "auto".
         recipe: the recipe that runs.
         backend: the backend that runs it.
         native: whether the hardware's tensor cores support the requested recipe and run it.
         hardware: the machine that it was decided for.
-        device: where the model is, by default the hardware's device.
+        device: the model's device, by default the hardware's device.
         compute_dtype: the precision of everything that is not quantized.
-        wide_dtype: the compute dtype, if most of the work is in wide layers, see `for_layers`; None
-            if `compute_dtype` holds for all models.
+        wide_dtype: the compute dtype of models that do most of their work in layers of `WIDE` or
+            more features; None if `compute_dtype` holds for all models.
         reasons: a sentence for each decision that differs from the request.
         strict: whether substitutions are errors.
         layers: the decisions for linear layers, see `for_layers`.
-        doubt: why FP8 may not pay in the model.
+        doubt: the reason that FP8 may not be profitable in the model.
         work_outside_linears: multiplications per token with weights outside linears.
-        counted: "GEMM FLOPs"; "GEMM weights" if the tokens that experts receive are unknown and
-            each counts as if it received all of them.
-        has_quantized_weights: whether weights are those of a quantized folder, so that a GEMM of
+        counted: "GEMM FLOPs"; "GEMM weights" if the shares of tokens of the experts are unknown, so
+            that each expert counts as if it received all tokens.
+        has_quantized_weights: whether the weights come from a quantized folder, so that a GEMM of
             the forward pass counts as FP8 if its input is quantized.
     """
 
@@ -179,17 +180,17 @@ class Plan:
 
     @property
     def units(self) -> str:
-        """The operands of the GEMMs as an argument of `Gpu.peak`: "fp8" or "fp4" where layers run
-        natively in FP8 or FP4, else the compute dtype."""
+        """The argument of `Gpu.peak`: "fp8" or "fp4" if layers run natively in FP8 or FP4, else the
+        compute dtype."""
         return f"fp{self.native_bits}" if self.runs_fp8 and self.native else self.compute_dtype
 
     @property
     def native_bits(self) -> int:
-        """The fewest bits of an element in the GEMMs that the backend multiplies as they are."""
+        """The fewest bits of an element in the GEMMs that run natively."""
         table = self.recipe.quantizers
         assert table is not None
-        plain = plain_gemms(table, self.hardware) if self.backend == "torch" else {}
-        native = [gemm for gemm in table.gemms if gemm not in plain]
+        high_precision = plain_gemms(table, self.hardware) if self.backend == "torch" else {}
+        native = [gemm for gemm in table.gemms if gemm not in high_precision]
         return (table.only(native) if native else table).bits
 
     @property
@@ -211,32 +212,31 @@ class Plan:
         tokens: int | None = None,
         compute_dtype: ComputeDtype | None = None,
     ) -> Plan:
-        """This plan with a decision for every linear layer.
-
-        If "auto" chose an FP8 recipe and no layer runs in it, returns the plan without FP8.
+        """Return this plan with a decision for every linear; without FP8 if "auto" chose an FP8
+        recipe and no layer runs in it.
 
         Args:
             shapes: (in features, out features) of each layer by module path, in the order of the
                 forward pass.
-            heads: the layers that give logits; they run in FP8 only if the recipe enables it.
+            heads: the layers that compute logits; they run in FP8 only if the recipe enables it.
             left_out: layers that must not run in FP8, with the caller's reason.
             otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
-                recipe enables it, else in `otherwise`, in recipes without FP8 too.
-            grouped: the number of groups of each grouped linear, whose shape is one group's; they
-                run in backends that have GEMMs for them, else they are emulated.
+                recipe enables it, else in `otherwise`, also in recipes without FP8.
+            grouped: the number of groups of each grouped linear; `shapes` has the shape of one
+                group. Grouped linears without a GEMM in the backend are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 layers and models that native FP8 probably does not speed up on this GPU; if "auto"
                 chose the recipe, they are not in FP8. Requires the GPU's data sheet in `GPUS`.
-            compute_dtype: the compute dtype of an emulated recipe, if it was decided before and
-                the recipe does not set it.
+            compute_dtype: the compute dtype that an emulated recipe began with, unless the recipe
+                sets it.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer cannot be served.
         """
         left_out, grouped = left_out or {}, grouped or {}
         plan = _with_dtype_for(self, shapes, {*heads, *routers}, grouped, compute_dtype)
-        layers = _decided(plan, shapes, heads, left_out, otherwise, routers, grouped, tokens)
+        layers = _decide_layers(plan, shapes, heads, left_out, otherwise, routers, grouped, tokens)
         plan = replace(plan, layers=layers, doubt=_host_doubt(plan, layers, tokens))
         if plan.asked == "auto" and plan.is_fp8 and layers and (plan.doubt or not plan.runs_fp8):
             return _without_fp8(plan, left_out).for_layers(
@@ -301,25 +301,26 @@ def _with_dtype_for(
     shapes: Mapping[str, tuple[int, int]],
     left_out: Collection[str],
     grouped: Mapping[str, int],
-    before: ComputeDtype | None,
+    earlier_dtype: ComputeDtype | None,
 ) -> Plan:
-    """The plan with the compute dtype for layers of these shapes, except those `left_out`, or with
-    the one that was decided `before`, if it is free."""
+    """Set the compute dtype for layers of these shapes, without the layers `left_out`. An emulated
+    recipe on a CPU keeps `earlier_dtype`, unless the recipe sets the dtype."""
     dtype, reason = plan.compute_dtype, ""
-    inner = {name: shape for name, shape in shapes.items() if name not in left_out}
-    work = {name: prod(shape) * grouped.get(name, 1) for name, shape in inner.items()}
-    wide = sum(work[name] for name, shape in inner.items() if min(shape) >= WIDE)
-    if plan.wide_dtype is not None and work and 2 * wide >= sum(work.values()):
+    inner_shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
+    work = {name: prod(shape) * grouped.get(name, 1) for name, shape in inner_shapes.items()}
+    wide_work = sum(work[name] for name, shape in inner_shapes.items() if min(shape) >= WIDE)
+    if plan.wide_dtype is not None and work and 2 * wide_work >= sum(work.values()):
         dtype = plan.wide_dtype
         reason = f"computes in {dtype}: this CPU has instructions for it, layers are {WIDE} wide"
-    free = plan.backend == "emulate" and not plan.recipe.compute_dtype and plan.device == "cpu"
-    if before not in (None, dtype) and free:
-        dtype, reason = before, f"computes in {before} as it began; {dtype} is faster here"
+    may_keep = plan.backend == "emulate" and not plan.recipe.compute_dtype and plan.device == "cpu"
+    if earlier_dtype not in (None, dtype) and may_keep:
+        reason = f"computes in {earlier_dtype} as it began; {dtype} is faster here"
+        dtype = earlier_dtype
     reasons = (*plan.reasons, *filter(None, [reason]))
     return replace(plan, compute_dtype=dtype, wide_dtype=None, reasons=reasons)
 
 
-def _decided(
+def _decide_layers(
     plan: Plan,
     shapes: Mapping[str, tuple[int, int]],
     heads: Collection[str],
@@ -329,7 +330,7 @@ def _decided(
     grouped: Mapping[str, int],
     tokens: int | None,
 ) -> tuple[LayerPlan, ...]:
-    """The decisions for layers, see `Plan.for_layers`."""
+    """Decide the precision of each layer, see `Plan.for_layers`."""
     recipe, blocks = plan.recipe, block_indices(shapes)
     if recipe.quantizers is not None:
         recipe.check_layers(shapes, blocks, heads, routers)
@@ -338,8 +339,8 @@ def _decided(
     for name, (in_features, out_features) in shapes.items():
         quantizers, precision, reason = None, recipe.name, left_out.get(name, "")
         if recipe.quantizers is not None and not reason:
-            place = blocks.get(name), name in heads, name in routers
-            quantizers, precision, reason = recipe.for_layer(name, *place, router_rules)
+            location = blocks.get(name), name in heads, name in routers
+            quantizers, precision, reason = recipe.for_layer(name, *location, router_rules)
         elif name in routers and not reason and plan.compute_dtype in ("bf16", "fp16"):
             reason = "a router, which stays in the model's own precision"
         layer = LayerPlan(
@@ -355,41 +356,41 @@ def _decided(
         if layer.fp8:
             layer = _on_hardware(plan, layer, tokens)
         if not layer.fp8:
-            changed = otherwise if layer.reason else None
-            layer = replace(layer, precision=changed or plan.compute_dtype)
+            layer_precision = otherwise if layer.reason else None
+            layer = replace(layer, precision=layer_precision or plan.compute_dtype)
         layers.append(layer)
     return tuple(layers)
 
 
 def _on_hardware(plan: Plan, layer: LayerPlan, tokens: int | None) -> LayerPlan:
-    """The decision for a layer that the recipe quantizes. `tokens` as for `for_layers`."""
+    """Decide how a layer that the recipe quantizes runs; for `tokens` see `Plan.for_layers`."""
     assert layer.quantizers is not None
-    backend, reason, high_precision = _served_by(plan, layer.quantizers, layer.groups)
-    problem, doubted = unserved(plan, layer), ""
+    backend, reason, high_precision = _backend_for(plan, layer.quantizers, layer.groups)
+    problem, not_profitable = unserved(plan, layer), ""
     # Emulation is for the numerics, not for speed.
     if tokens is not None and not problem and not layer.groups and backend != "emulate":
         shape = tokens, layer.in_features, layer.out_features
         gpu = find_gpu(plan.hardware.name) if plan.device == "cuda" else None
-        count = len(layer.quantizers.gemms) - len(high_precision)
-        doubted = doubt(shape, layer.quantizers, gpu, count)
-    if doubted and plan.asked == "auto":
-        problem = f"FP8 does not pay for {doubted}"
+        native_gemm_count = len(layer.quantizers.gemms) - len(high_precision)
+        not_profitable = doubt(shape, layer.quantizers, gpu, native_gemm_count)
+    if not_profitable and plan.asked == "auto":
+        problem = f"FP8 does not pay for {not_profitable}"
     if problem:
         return replace(layer, fp8=False, quantizers=None, reason=problem)
     return replace(
         layer,
-        doubt=doubted,
+        doubt=not_profitable,
         backend=None if backend == plan.backend else backend,
         why=reason,
         plain_gemms=high_precision,
     )
 
 
-def _served_by(
+def _backend_for(
     plan: Plan, quantizers: Quantizers, groups: int
 ) -> tuple[BackendName, str, tuple[str, ...]]:
-    """The backend for a layer with these quantizers, the reason if that is not the plan's or if
-    some GEMMs are in no FP8, and these GEMMs. `groups` is the number of groups of a grouped
+    """The backend for a layer with these quantizers; the reason if it is not the plan's or if some
+    GEMMs run in high precision; and these GEMMs. `groups` is the number of groups of a grouped
     linear."""
     backend, reasons = plan.backend, []
     is_recipe_table = quantizers == plan.recipe.quantizers
@@ -400,14 +401,15 @@ def _served_by(
             backend, reasons = "torch", ["Transformer Engine runs one recipe in a model"]
     if backend != "torch":
         return backend, "", ()
-    plain = plain_gemms(quantizers, plan.hardware, groups)
-    if len(plain) == len(quantizers.gemms):
-        problem = next(filter(None, plain.values()), "no GEMM is quantized")
+    high_precision = plain_gemms(quantizers, plan.hardware, groups)
+    if len(high_precision) == len(quantizers.gemms):
+        problem = next(filter(None, high_precision.values()), "no GEMM is quantized")
         return "emulate", f"{problem}: emulated", ()
-    # The plan's reasons name those of linears with the recipe's own quantizers.
-    if plain and not (is_recipe_table and plain == plain_gemms(quantizers, plan.hardware)):
-        reasons.append(plain_in_words(plain))
-    return backend, "; ".join(reasons), tuple(plain)
+    # The plan's reasons already name the GEMMs of linears with the recipe's own quantizers.
+    is_in_plan = is_recipe_table and high_precision == plain_gemms(quantizers, plan.hardware)
+    if high_precision and not is_in_plan:
+        reasons.append(plain_in_words(high_precision))
+    return backend, "; ".join(reasons), tuple(high_precision)
 
 
 def unserved(plan: Plan, layer: LayerPlan) -> str:
@@ -417,22 +419,23 @@ def unserved(plan: Plan, layer: LayerPlan) -> str:
         UserError: it cannot, under `strict`.
     """
     assert layer.quantizers is not None
-    backend, problem, plain = _served_by(plan, layer.quantizers, layer.groups)
-    if backend == "emulate":  # which pads
+    backend, problem, high_precision = _backend_for(plan, layer.quantizers, layer.groups)
+    if backend == "emulate":  # takes any shape
         if plan.strict and plan.backend != "emulate":
             raise UserError(f"--strict: {layer.name} does not run as asked: {problem}.")
         return ""
-    scaled = layer.quantizers.only([gemm for gemm in layer.quantizers.gemms if gemm not in plain])
+    gemms = [gemm for gemm in layer.quantizers.gemms if gemm not in high_precision]
+    native = layer.quantizers.only(gemms)
     shape = layer.in_features, layer.out_features
-    problem = plan_text.indivisible(shape, feature_multiple(scaled, backend))
+    problem = plan_text.indivisible(shape, feature_multiple(native, backend))
     if problem and plan.strict:
         raise UserError(f"--strict: {layer.name} cannot run in FP8: {problem}.")
     return problem
 
 
 def _host_doubt(plan: Plan, layers: Collection[LayerPlan], tokens: int | None) -> str:
-    """The reason that the host probably delays passes of so many tokens, or "". It counts the
-    layers that torch multiplies in FP8 on a GPU."""
+    """The reason that the host probably delays passes of `tokens` tokens, or "". Depends on the
+    number of layers that torch runs in FP8 on a GPU."""
     if tokens is None or plan.device != "cuda":
         return ""
     by_torch = [la for la in layers if la.fp8 and plan.backend_of(la) == "torch"]
@@ -441,21 +444,20 @@ def _host_doubt(plan: Plan, layers: Collection[LayerPlan], tokens: int | None) -
 
 
 def _with_layer_reasons(plan: Plan) -> Plan:
-    """The plan with the reasons of its layers."""
+    """Add the reasons of its layers to the plan."""
     reasons = plan.reasons if plan.runs_fp8 or not plan.is_fp8 else _machine_reasons(plan)
-    of_layers = (layer.sentence for layer in plan.layers if layer.reason or layer.why)
-    return replace(plan, reasons=tuple(dict.fromkeys((*reasons, *of_layers))))
+    layer_reasons = (layer.sentence for layer in plan.layers if layer.reason or layer.why)
+    return replace(plan, reasons=tuple(dict.fromkeys((*reasons, *layer_reasons))))
 
 
 def _machine_reasons(plan: Plan) -> tuple[str, ...]:
-    """The reasons that hold without a layer in FP8 as well."""
+    """The plan's reasons that still hold if no layer is in FP8."""
     problem = plan.hardware.gpu_problem
     return tuple(reason for reason in plan.reasons if problem and reason.startswith(problem))
 
 
 def _without_fp8(plan: Plan, left_out: Collection[str]) -> Plan:
-    """The plan that "auto" gives if no layer can run in FP8, or if FP8 does not pay in the
-    model."""
+    """The plan of "auto" if no layer can run in FP8, or if FP8 is not profitable in the model."""
     dtype, name, layers = plan.compute_dtype, plan.recipe.name, []
     reason = f"auto is {dtype} and not {name}, which does not pay for {plan.doubt}"
     if not plan.doubt:

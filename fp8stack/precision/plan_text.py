@@ -1,4 +1,4 @@
-"""A plan in words: its summary, notes, and layers of one kind together. Pure; no torch here."""
+"""The text of a plan: summary and notes, with similar layers in one line. Pure; no torch here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def summary(plan: Plan, forward: bool = False) -> list[str]:
-    """The plan in a few lines, as printed at the start of a run. With `forward`, the share of FP8
-    is that of the GEMMs of a forward pass alone."""
+    """The lines that describe the plan at the start of a run. With `forward`, the share of FP8 is
+    the share in a forward pass."""
     bits = plan.native_bits if plan.is_fp8 else 8
     emulated = "fp32" if plan.hardware.other_gpu else plan.compute_dtype
     method = {
@@ -27,8 +27,8 @@ def summary(plan: Plan, forward: bool = False) -> list[str]:
         method = f"with no layer in {_formats(plan)}"
     request = f"{plan.asked} -> " if plan.asked != plan.recipe.name else ""
     lines = [f"plan: {request}{plan.recipe.name}, {method}, on {plan.device}"]
-    of_layers = {layer.sentence for layer in plan.layers if layer.reason or layer.why}
-    reasons = [reason for reason in plan.reasons if reason not in of_layers]
+    layer_reasons = {layer.sentence for layer in plan.layers if layer.reason or layer.why}
+    reasons = [reason for reason in plan.reasons if reason not in layer_reasons]
     in_fp8 = sentences(layer for layer in plan.layers if layer.fp8)
     lines += [f"  because {reason}" for reason in (*reasons, *in_fp8)]
     without_fp8 = sentences(layer for layer in plan.layers if not layer.fp8)
@@ -40,16 +40,16 @@ def summary(plan: Plan, forward: bool = False) -> list[str]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Notes on models and layers that run in FP8 although it may not be faster, and on emulated
-    layers of sizes that a GPU's FP8 GEMMs do not take."""
+    """Notes on models and layers for which FP8 may not be faster, and on emulated layers whose
+    sizes a GPU's FP8 GEMMs do not support."""
     lines = [f"FP8 may not pay for {plan.doubt}"] if plan.doubt else []
     if doubted := [layer for layer in plan.layers if layer.doubt]:
         layers = _by_kind(doubted, lambda layer: layer.doubt)
         lines.append(
             f"FP8 may not pay in {len(doubted)}/{len(plan.layers)} layers: {'; '.join(layers)}"
         )
-    if odd := [layer for layer in plan.layers if _odd_size(plan, layer)]:
-        layers = _by_kind(odd, lambda layer: _odd_size(plan, layer))
+    if odd_layers := [layer for layer in plan.layers if _odd_size(plan, layer)]:
+        layers = _by_kind(odd_layers, lambda layer: _odd_size(plan, layer))
         lines.append(f"emulated here, but on a GPU not in {plan.recipe.name}: {'; '.join(layers)}")
     return lines
 
@@ -63,21 +63,21 @@ def beside_layers(plan: Plan) -> Iterator[str]:
 
 
 def sentences(layers: Iterable[LayerPlan]) -> list[str]:
-    """The reasons of layers, each once."""
+    """The reasons of layers, without duplicates."""
     explained = (layer for layer in layers if layer.reason or layer.why)
     return _by_kind(explained, lambda layer: f"{layer.precision}, {layer.reason or layer.why}")
 
 
 def _by_kind(layers: Iterable[LayerPlan], text: Callable[[LayerPlan], str]) -> list[str]:
-    """Texts about layers, each once after the names of its layers. Layers that differ only in their
-    block have one name."""
+    """One line for each distinct text, after the names of its layers. Layers that differ only in
+    their block share a name."""
     groups: dict[str, dict[str, list[str]]] = {}
     for layer in layers:
         pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
         groups.setdefault(text(layer), {}).setdefault(pattern, []).append(layer.name)
     return [
-        f"{', '.join(map(_named, patterns, patterns.values()))}: {about}"
-        for about, patterns in groups.items()
+        f"{', '.join(map(_named, patterns, patterns.values()))}: {reason}"
+        for reason, patterns in groups.items()
     ]
 
 
@@ -86,14 +86,14 @@ def _named(pattern: str, names: list[str]) -> str:
 
 
 def indivisible(shape: tuple[int, int], multiple: int) -> str:
-    """The problem that a side of a layer is not divisible by `multiple`; "" if both are."""
+    """The sides of a layer that are not divisible by `multiple`, in words; "" without one."""
     sides = zip(("in", "out"), shape, strict=True)
-    odd = [f"{size} {side} features" for side, size in sides if size % multiple]
-    return f"{' and '.join(odd)}, not divisible by {multiple}" if odd else ""
+    odd_sizes = [f"{size} {side} features" for side, size in sides if size % multiple]
+    return f"{' and '.join(odd_sizes)}, not divisible by {multiple}" if odd_sizes else ""
 
 
 def _odd_size(plan: Plan, layer: LayerPlan) -> str:
-    """The reason that no GPU runs this layer, which a CPU emulates, in FP8; "" if one does."""
+    """The reason that no GPU would run this layer, which a CPU emulates, in FP8; or ""."""
     quantizers = layer.quantizers
     emulated = plan.device == "cpu" and plan.backend_of(layer) == "emulate"
     if not emulated or quantizers is None or layer.groups or kernel_of(quantizers) is None:
@@ -109,7 +109,7 @@ def _formats(plan: Plan) -> str:
 
 
 def share(plan: Plan, work: Iterable[float]) -> float:
-    """The share of `work`, multiplications per token, in all of one GEMM with weights per layer."""
+    """The share of `work` in the plan's multiplications per token, for one GEMM of each layer."""
     total = sum(layer.work for layer in plan.layers) + plan.work_outside_linears
     return sum(work) / total if total else 0.0
 
@@ -117,22 +117,22 @@ def share(plan: Plan, work: Iterable[float]) -> float:
 def forward_share(plan: Plan) -> float:
     """The share of FP8 in the multiplications of a forward pass."""
     layers = [(layer.work, layer.quantizers) for layer in plan.layers if layer.quantizers]
-    served = plan.has_quantized_weights
-    return share(plan, [work for work, of in layers if of.input and (of.weight or served)])
+    quantized = plan.has_quantized_weights
+    return share(plan, [work for work, of in layers if of.input and (of.weight or quantized)])
 
 
 def _headline(plan: Plan, forward: bool) -> str:
-    in_fp8 = forward_share(plan) if forward else plan.fp8_share
-    percent = f"{100 * in_fp8:.0f}"
-    if percent == "100" and in_fp8 < 1:
+    fp8_share = forward_share(plan) if forward else plan.fp8_share
+    percent = f"{100 * fp8_share:.0f}"
+    if percent == "100" and fp8_share < 1:
         percent = ">99"
-    if percent == "0" and in_fp8 > 0:
+    if percent == "0" and fp8_share > 0:
         percent = "<1"
     linears = [layer.fp8 for layer in plan.layers if not layer.groups]
     groups = [layer.fp8 for layer in plan.layers if layer.groups]
     kinds = [
-        f"{sum(in_fp8)} of {len(in_fp8)} {noun}{'s' * (len(in_fp8) != 1)}"
-        for noun, in_fp8 in (("linear", linears), ("expert group", groups))
-        if in_fp8
+        f"{sum(flags)} of {len(flags)} {noun}{'s' * (len(flags) != 1)}"
+        for noun, flags in (("linear", linears), ("expert group", groups))
+        if flags
     ]
     return f"{_formats(plan)}: {percent} % of {plan.counted} ({', '.join(kinds)})"

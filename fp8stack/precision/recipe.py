@@ -1,7 +1,7 @@
 """Recipes: the requested numerics as data, independent of hardware.
 
-A recipe has a quantizer for each operand of a linear's GEMMs, and may name layers that have other
-quantizers. `precision.recipe_file` reads recipes. "auto" is a rule, not a recipe.
+A recipe has a quantizer for each operand of a linear's GEMMs, and may have rules that give other
+quantizers to some layers. `precision.recipe_file` reads recipes. "auto" is not a recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ResidualDtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """A layer's block: its index, and the number of blocks."""
+    """The index of a layer's block, and the number of blocks."""
 
     index: int
     count: int
@@ -37,7 +37,7 @@ def _blocks(count: int) -> str:
 
 
 class LayerRule(BaseModel):
-    """Quantizers for some layers, in place of the recipe's.
+    """Quantizers that replace the recipe's in some layers.
 
     Attributes:
         match: "head", "router", "first N blocks", "last N blocks", or a pattern of module paths.
@@ -83,9 +83,9 @@ class Recipe(BaseModel):
             which Transformer Engine supports on some GPUs.
         residual: the dtype of the residual stream and its gradient; the norms that read it compute
             in float32.
-        compute_dtype: the precision of all GEMMs in a recipe without quantizers; with quantizers,
-            of everything else, bf16 or fp32, None for what suits the machine.
-        head: whether the layer that gives the logits is quantized.
+        compute_dtype: without quantizers, the precision of all GEMMs; with quantizers, the
+            precision of everything else: bf16, fp32, or None for a choice by machine.
+        head: whether the layer that computes the logits is quantized.
         router: whether the layers that choose the experts of a mixture are quantized.
         exclude: patterns of the layers that stay in the compute dtype.
         exclude_first_blocks: the number of blocks at the start that stay in the compute dtype.
@@ -146,9 +146,9 @@ class Recipe(BaseModel):
         if not self.fp8_attention:
             return {}
         kind = FP8_ATTENTION[self.attention]
-        of_linears = (quantizer for table in self.tables for quantizer in table.each.values())
+        quantizers = (quantizer for table in self.tables for quantizer in table.each.values())
         newest = Quantizer(amax="delayed", history_length=1, amax_algorithm="most_recent")
-        base = next((quantizer for quantizer in of_linears if quantizer.delayed), newest)
+        base = next((quantizer for quantizer in quantizers if quantizer.delayed), newest)
         return {
             operand: replace(base, format=kind.gradient_format if operand[0] == "d" else "e4m3")
             for operand in kind.slots
@@ -166,10 +166,10 @@ class Recipe(BaseModel):
 
         Args:
             layer: the layer's module path, such as `blocks.0.mlp.up`.
-            block: its place among the blocks, if it is in one.
-            head: whether it gives the logits.
+            block: its block, if it is in one.
+            head: whether it computes the logits.
             router: whether it chooses the experts of a mixture.
-            router_rules: the rules that a router follows without `router = true`, see
+            router_rules: the rules for routers of a recipe without `router = true`, see
                 `rules_of_routers`.
 
         Returns:
@@ -192,7 +192,7 @@ class Recipe(BaseModel):
         self, layers: Iterable[str], routers: Collection[str]
     ) -> tuple[LayerRule, ...]:
         """The rules that apply only to routers: `match = "router"`, and patterns that match no
-        other layer. A pattern such as "*.mlp.*" is not meant for the router in the MLP.
+        other layer. A pattern such as "*.mlp.*" does not apply to the router in an MLP.
 
         Args:
             layers: the module paths of all layers.
@@ -253,9 +253,9 @@ class Recipe(BaseModel):
             for pattern in self.exclude
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
         ]
-        for place, rule in enumerate(self.layers, 1):
+        for position, rule in enumerate(self.layers, 1):
             if not any(rule.matches(n, blocks.get(n), n in heads, n in routers) for n in names):
-                unmatched.append(f"layers entry {place}: '{rule.match}'")
+                unmatched.append(f"layers entry {position}: '{rule.match}'")
         if unmatched:
             raise UserError(
                 f"recipe '{self.name}': {unmatched[0]} matches no layer. Layers: "

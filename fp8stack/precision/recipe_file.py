@@ -1,8 +1,8 @@
-"""The files of recipes: their keys, and how a `Recipe` is read from them (docs/configuration.md).
+"""Recipe files: their keys, and reading a `Recipe` from them (docs/configuration.md).
 
-A file begins with a shipped recipe (`like`) or with nothing, and its tables set fields of
-quantizers, from `[quantizer]`, all of them, to `[input.wgrad]`, a single one. Short keys, such as
-`margin`, set a field in every quantizer that has it.
+A file begins with a shipped recipe (`like`) or with nothing. Its tables set fields of quantizers:
+`[quantizer]` of all, `[input.wgrad]` of a single one. Short keys, such as `margin`, set a field of
+every quantizer that uses it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ElementFormat = Annotated[str, AfterValidator(lambda name: quantized_format(name
 
 
 class _Shared(BaseModel):
-    """The keys of a quantizer that are short keys of a recipe too."""
+    """The keys of a quantizer that are also short keys of a recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -96,7 +96,7 @@ class _Tables(_Shared):
 
     @property
     def tables(self) -> dict[str, Any]:
-        """The tables that are given, in the order in which they apply: the general ones first."""
+        """The tables of the file in the order in which they apply: general tables first."""
         tables = {}
         for path in _COPIES:
             name, _, gemm = path.partition(".")
@@ -106,7 +106,7 @@ class _Tables(_Shared):
 
     @property
     def short(self) -> dict[str, Any]:
-        """The short keys that are given."""
+        """The short keys of the file."""
         return {key: getattr(self, key) for key in _SHORT if getattr(self, key) is not None}
 
 
@@ -140,11 +140,11 @@ class RecipeFile(_Tables):
 
 
 def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Recipe:
-    """The recipe called `name`, or the one in the TOML file at the path `name`.
+    """Load the recipe called `name`, or the TOML file at the path `name`.
 
     Args:
         name: a name or a path.
-        overrides: keys to change in it.
+        overrides: keys that replace the recipe's.
 
     Raises:
         UserError: no such recipe or file, "auto", an unknown key, a value out of range.
@@ -166,16 +166,18 @@ def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Rec
 
 
 def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
-    """The recipe in the JSON data from `Recipe.to_json`, also of older versions.
+    """Read a recipe from the JSON data of `Recipe.to_json`, also of older versions.
 
     Raises:
-        UserError: `data` is no recipe; the message names `where` it was read.
+        UserError: `data` is no recipe; the message begins with `where`, the source of the data.
     """
     named = {"name": "", **data}
     if "quantizers" in data:
         recipe: Recipe = presets.parse(Recipe, named, where)
-        plain = recipe.quantizers is None and recipe.compute_dtype is not None
-        if not plain and (recipe.quantizers is None or not all(t.each for t in recipe.tables)):
+        unquantized = recipe.quantizers is None and recipe.compute_dtype is not None
+        if not unquantized and (
+            recipe.quantizers is None or not all(t.each for t in recipe.tables)
+        ):
             raise UserError(f"{where}: a table of quantizers has no quantizer.")
         return recipe
     if (base := named.pop("scaling", "none")) != "none":  # before recipes had quantizers
@@ -218,7 +220,7 @@ def _shipped(name: str, where: str) -> Recipe:
 
 
 def _changed(start: Recipe, table: Mapping[str, Any], where: str) -> Recipe:
-    """The recipe `start` with the keys of `table`, which has the form of a file, applied."""
+    """Apply the keys of `table`, in the format of a file, to the recipe `start`."""
     file: RecipeFile = presets.parse(RecipeFile, dict(table), where)
     quantizers = _with_tables(start.quantizers, file, where)
     values = {key: getattr(file, key) for key in _PLAIN_KEYS}
@@ -226,8 +228,8 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str) -> Recipe:
     recipe = start.model_copy(update={**values, "name": file.name, "quantizers": quantizers})
     if "layers" in file.model_fields_set:
         rules = tuple(
-            _rule(entry, recipe, f"{where}: layers entry {place}")
-            for place, entry in enumerate(file.layers, 1)
+            _rule(entry, recipe, f"{where}: layers entry {position}")
+            for position, entry in enumerate(file.layers, 1)
         )
         recipe = recipe.model_copy(update={"layers": rules})
     elif quantizers != start.quantizers and any(_CHANGED in rule.recipe for rule in start.layers):
@@ -239,7 +241,7 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str) -> Recipe:
 
 
 def _rule(entry: _Entry, recipe: Recipe, where: str) -> LayerRule:
-    """The rule of an entry of `[[layers]]` in a file whose other keys give `recipe`."""
+    """The rule for an entry of `[[layers]]` in a file whose other keys define `recipe`."""
     base = recipe if entry.recipe is None else _shipped(entry.recipe, where)
     if base.quantizers is None and base.compute_dtype not in ("bf16", None):
         raise UserError(
@@ -259,10 +261,10 @@ def _rule(entry: _Entry, recipe: Recipe, where: str) -> LayerRule:
 def _require_sound(recipe: Recipe, where: str) -> None:
     """Raise a UserError if keys of a recipe contradict each other or a required key is missing."""
     matches = [rule.match for rule in recipe.layers]
-    for place, match in enumerate(matches, 1):
-        if match in matches[: place - 1] or match in recipe.exclude:
+    for position, match in enumerate(matches, 1):
+        if match in matches[: position - 1] or match in recipe.exclude:
             raise UserError(
-                f"{where}: layers entry {place}: '{match}' is said twice. Keep one of the two."
+                f"{where}: layers entry {position}: '{match}' is said twice. Keep one of the two."
             )
     no_quantizer = recipe.quantizers is not None and not recipe.quantizers.each
     if no_quantizer or (recipe.quantizers is None and recipe.compute_dtype is None):
@@ -270,8 +272,8 @@ def _require_sound(recipe: Recipe, where: str) -> None:
             f'{where}: it has no quantizer. Begin with a key like = "delayed", or give '
             "[quantizer], or compute_dtype for a recipe without."
         )
-    of_blocks = recipe.exclude_first_blocks, recipe.exclude_last_blocks
-    layer_keys = (recipe.layers, recipe.exclude, recipe.head, recipe.router, *of_blocks)
+    excluded_blocks = recipe.exclude_first_blocks, recipe.exclude_last_blocks
+    layer_keys = (recipe.layers, recipe.exclude, recipe.head, recipe.router, *excluded_blocks)
     if recipe.quantizers is None and any(layer_keys):
         raise UserError(
             f"{where}: head, router, exclude, exclude_first_blocks, exclude_last_blocks and layers "
@@ -303,7 +305,7 @@ _COPIES: dict[str, tuple[str, ...]] = {
     "grad_output.dgrad": ("grad_output",),
     "grad_output.wgrad": ("grad_output_wgrad",),
 }
-"""The fields of `Quantizers` that a table sets, in the order in which tables apply."""
+"""The fields of `Quantizers` that each table sets, in the order in which tables apply."""
 _BACKWARD = ("input_wgrad", "weight_dgrad", *_COPIES["grad_output"])
 _SHORT = {
     "forward_format": ("format", (*_COPIES["input"], *_COPIES["weight"])),
@@ -311,11 +313,12 @@ _SHORT = {
     "power_of_two": ("scale", _ALL),
     **{key: (key, _ALL) for key in _Shared.model_fields},
 }
-"""The field of a `Quantizer` that a short key sets, and in which fields of `Quantizers`."""
+"""For each short key, the field of a `Quantizer` that it sets, and the fields of `Quantizers` in
+which it sets it."""
 
 
 def _with_tables(start: Quantizers | None, keys: _Tables, where: str) -> Quantizers | None:
-    """The quantizers `start` with the tables and short keys of `keys` applied."""
+    """Apply the tables and short keys of `keys` to the quantizers `start`."""
     tables = keys.tables
     if not tables and keys.backward is None and not keys.short:
         return start
@@ -337,10 +340,10 @@ def _with_tables(start: Quantizers | None, keys: _Tables, where: str) -> Quantiz
             )
         copies |= _backward(keys.backward, copies, where)
     for key, value in keys.short.items():
-        name, places = _SHORT[key]
+        name, copy_names = _SHORT[key]
         if key == "power_of_two":
             value = "power_of_two" if value else "float32"
-        for field in _users(key, places, copies, where):
+        for field in _users(key, copy_names, copies, where):
             copies[field] = _replaced(copies[field], {name: value}, f"{where}: {key}")
     try:
         return Quantizers(**copies)
@@ -349,25 +352,24 @@ def _with_tables(start: Quantizers | None, keys: _Tables, where: str) -> Quantiz
 
 
 def _with_table(copy: Any, table: Any, where: str) -> Any:
-    """A field of `Quantizers` with a table, "none" or "forward" applied."""
+    """Apply a table, "none" or "forward" to a field of `Quantizers`."""
     if isinstance(table, str):
         return None if table == "none" else table
-    if not table.set:  # it holds the tables of single GEMMs
+    if not table.set:  # only tables of single GEMMs
         return copy
     return _replaced(copy if isinstance(copy, Quantizer) else Quantizer(), table.set, where)
 
 
-def _users(key: str, places: Iterable[str], copies: Mapping[str, Any], where: str) -> list[str]:
-    """The `places` in `copies` whose quantizers a key has an effect on. Raises a UserError if there
-    are none."""
-    users = [p for p in places if isinstance(copies[p], Quantizer) and _uses(copies[p], key)]
+def _users(key: str, copy_names: Iterable[str], copies: Mapping[str, Any], where: str) -> list[str]:
+    """The `copy_names` whose quantizers a key affects. Raises a UserError if there are none."""
+    users = [p for p in copy_names if isinstance(copies[p], Quantizer) and _uses(copies[p], key)]
     if not users:
         raise UserError(f"{where}: {key} changes nothing: no quantizer uses it. Leave it out.")
     return users
 
 
 def _uses(quantizer: Quantizer, key: str) -> bool:
-    """Whether a key has an effect on a quantizer."""
+    """Whether a key affects a quantizer."""
     if key in ("history_length", "amax_algorithm", "margin"):
         return quantizer.delayed
     if key in ("eps", "power_of_two"):
@@ -376,7 +378,7 @@ def _uses(quantizer: Quantizer, key: str) -> bool:
 
 
 def _backward(name: str, copies: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The quantizers that `backward = name` stands for, by field of `Quantizers`."""
+    """The quantizers that `backward = name` sets, by field of `Quantizers`."""
     if name == "same":
         return {}
     if name in ("dequantized", "high_precision"):

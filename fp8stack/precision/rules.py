@@ -1,7 +1,7 @@
 """`resolve(recipe, hardware) -> Plan`. Pure; no torch here.
 
-A recipe that the hardware cannot run is replaced, never silently: every substitution, every recipe
-that is not native and every layer that is not in FP8 adds a sentence to the plan.
+Every substitute for a recipe that the hardware cannot run, every recipe that is not native and
+every layer that is not in FP8 adds a sentence to the plan.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fp8stack.precision.plan import BackendName, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe
 from fp8stack.precision.recipe_file import load_recipe
 
-# The order in which "auto" tries the backends for FP8. Nothing is measured yet; Transformer Engine
-# has been in use longest. Put the figures of `python -m bench gpu` here.
+# The order in which "auto" tries the backends for FP8. Not measured yet; Transformer Engine has
+# been in use longest. Put results of `python -m bench gpu` here.
 PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
 
 
@@ -53,9 +53,9 @@ def resolve(
         recipe: a recipe, its name or path, or "auto".
         hardware: a machine, this one (`probe()`) or any other.
         backend: "auto", "te", "torch", "emulate" or "reference".
-        strict: raise an error for a substitution, which else adds a reason to the plan.
-        without: backends that run only if `backend` names them, with the reason: they lack a
-            feature that the run needs.
+        strict: raise an error for a substitution, instead of adding a reason to the plan.
+        without: backends that run only if `backend` names them, with the reason, such as a feature
+            that the run needs and the backend lacks.
 
     Raises:
         UserError: an unknown recipe or backend; under `strict`, a substitution.
@@ -108,11 +108,11 @@ def shipped() -> list[str]:
     training = presets.training_recipes()
 
     def order(name: str) -> tuple[bool, int, int, str]:
-        recipe, served = load_recipe(name), name not in training
+        recipe, is_for_serving = load_recipe(name), name not in training
         if recipe.quantizers is None:
-            return served, len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
+            return is_for_serving, len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
         kernel = kernel_of(recipe.quantizers)
-        return served, [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
+        return is_for_serving, [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
 
     return sorted(presets.names("recipes"), key=order)
 
@@ -140,7 +140,7 @@ def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
 def _resolve_plain(
     requested: str, recipe: Recipe, hardware: Hardware, backend: str
 ) -> tuple[Plan, str]:
-    """The plan for a recipe without FP8, and a sentence about the substitution or ""."""
+    """The plan for a recipe without FP8, and the reason for a substitution or ""."""
     dtype, capability = recipe.compute_dtype, hardware.capability
     assert dtype is not None
     runs: ComputeDtype = dtype
@@ -171,7 +171,7 @@ def _resolve_plain(
 
 
 _LEAST: dict[str, tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0), "tf32": (8, 0)}
-"""The lowest compute capability of GPUs of NVIDIA that compute in a dtype."""
+"""The lowest compute capability of NVIDIA GPUs that compute in a dtype."""
 
 
 def _lacking(dtype: str, hardware: Hardware) -> str:
@@ -183,22 +183,23 @@ def _lacking(dtype: str, hardware: Hardware) -> str:
 def _resolve_fp8(
     requested: str, recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
 ) -> tuple[Plan, str]:
-    """The plan for an FP8 recipe (native, emulated, or without FP8), and a sentence about the
+    """The plan for an FP8 recipe (native, emulated, or without FP8), and the reason for a
     substitution or ""."""
     assert recipe.quantizers is not None
     chosen, reason, substitutes = _choose_backend(recipe, hardware, backend, without)
     if chosen == "reference":
         return _without_fp8(requested, reason, hardware)
     dtype, wide_dtype, refused = _compute_dtypes(recipe, chosen, hardware)
-    plain = plain_gemms(recipe.quantizers, hardware) if chosen == "torch" else {}
-    gemms = plain_in_words(plain) if plain else ""
+    high_precision = plain_gemms(recipe.quantizers, hardware) if chosen == "torch" else {}
+    gemm_reason = plain_in_words(high_precision) if high_precision else ""
     slow_casts = slow_gemms = ""
     if chosen == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
         slow_casts = f"its casts are slower than they could be: {hardware.numba_problem}"
     kernels = kernels_of(recipe.quantizers).values()
     if chosen == "torch" and hardware.slow_scaled_mm and {"delayed", "current"} & {*kernels}:
         slow_gemms = "fp32 GEMMs multiply operands of one format, for which scaled_mm is slow here"
-    substitutions = [reason if substitutes else "", gemms if any(plain.values()) else "", refused]
+    gemm_substitution = gemm_reason if any(high_precision.values()) else ""
+    substitutions = [reason if substitutes else "", gemm_substitution, refused]
     plan = Plan(
         asked=requested,
         recipe=recipe,
@@ -208,7 +209,7 @@ def _resolve_fp8(
         device=hardware.device,
         compute_dtype=dtype,
         wide_dtype=wide_dtype,
-        reasons=tuple(filter(None, (reason, slow_casts, refused, gemms, slow_gemms))),
+        reasons=tuple(filter(None, (reason, slow_casts, refused, gemm_reason, slow_gemms))),
     )
     return plan, "; ".join(filter(None, substitutions))
 
@@ -216,8 +217,8 @@ def _resolve_fp8(
 def _choose_backend(
     recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
 ) -> tuple[BackendName, str, bool]:
-    """The backend for an FP8 recipe, "reference" where nothing runs it; the reason, if it has one;
-    and whether that is a substitution."""
+    """The backend for an FP8 recipe, "reference" if no backend runs it; the reason or ""; and
+    whether it is a substitution."""
     quantizers, capability = recipe.quantizers, hardware.capability
     assert quantizers is not None
     if backend == "emulate":
@@ -242,14 +243,14 @@ def _choose_backend(
     able = [name for name in PREFERENCE if not problems[name]]
     te, te_problem = problems["te"], without.get("te") or hardware.te_problem
     if not able:
-        # Give the reason of the backend that newer or other software would mend.
+        # Give the reason that the user can remedy by installing software.
         newer_torch = unable("torch", quantizers, replace(hardware, torch_version=""))
         is_mended_by_te = newer_torch and te in (te_problem, hardware.te_problem, NO_TE)
         problem = te if is_mended_by_te else problems["torch"]
-        # On GPUs with bf16, emulation is nearly as fast as bf16: worth it where nothing else is
-        # exact. A custom format is for study: it is emulated on every GPU.
+        # On GPUs with bf16, emulation is nearly as fast as bf16, and exact. Custom formats are for
+        # study and emulated on every GPU.
         special = capability >= (8, 9) and TWO_E5M2 in problems.values()
-        is_for_study = kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)
+        is_for_study = kernel_of(quantizers) not in _ELSE_BF16 and capability >= (8, 0)
         if special or is_for_study or quantizers.own_formats:
             return "emulate", f"{problem}: emulated, same bytes and scales", True
         return "reference", problem, True
@@ -264,13 +265,13 @@ def _choose_backend(
 def _compute_dtypes(
     recipe: Recipe, backend: BackendName, hardware: Hardware
 ) -> tuple[ComputeDtype, ComputeDtype | None, str]:
-    """`Plan.compute_dtype` and `Plan.wide_dtype` of an FP8 recipe, and the reason if that is not
-    the recipe's `compute_dtype`, else ""."""
+    """`Plan.compute_dtype` and `Plan.wide_dtype` for an FP8 recipe, and the reason if the dtype is
+    not the recipe's, or ""."""
     capability, requested = hardware.capability, recipe.compute_dtype
     if backend != "emulate":
         runs: ComputeDtype = "fp32" if capability is None else "bf16"
-        fixed = f"{backend} computes in {runs}, emulation in {requested} as well"
-        return runs, None, fixed if requested not in (None, runs) else ""
+        reason = f"{backend} computes in {runs}, emulation in {requested} as well"
+        return runs, None, reason if requested not in (None, runs) else ""
     if capability is None and not hardware.other_gpu:
         assert recipe.quantizers is not None
         multiplies_bf16 = hardware.cpu_bf16 and recipe.quantizers.by_bf16_gemms
@@ -289,6 +290,6 @@ def _without_fp8(requested: str, reason: str, hardware: Hardware) -> tuple[Plan,
     return replace(plan, native=False, reasons=(sentence, *plan.reasons)), sentence
 
 
-_OR_BF16 = ("delayed", "current", "block")
+_ELSE_BF16 = ("delayed", "current", "block")
 """Kernels whose recipes run in bf16 on GPUs without them. Other quantizers are for study: they are
 emulated."""

@@ -149,10 +149,10 @@ def _count_launches() -> list[int]:
     run_cast = fused_casts._run
 
     def cast(
-        product: fused_casts.FusedInput, scale: Tensor | None, *call: Any
+        source: fused_casts.FusedInput, scale: Tensor | None, *call: Any
     ) -> tuple[Tensor, ...]:
         launches.append(1)
-        return run_cast(product, scale, *call)
+        return run_cast(source, scale, *call)
 
     fused_casts._run = cast
     return launches

@@ -217,5 +217,5 @@ def test_the_plain_gemm_is_one_of_bfloat16_throughout():
 def test_only_operands_whose_copies_one_cast_makes_are_fused_with_an_activation():
     plan = planned("current", "torch", CPU, layers=[{"match": "b", "recipe": "rowwise_wgrad_hp"}])
     backend = build_backend(plan.for_layers({"a": (32, 32), "b": (32, 32)}))
-    takes = [fused_mlp._takes_products(backend.linear(name, 32, 32, False)) for name in "ab"]
+    takes = [fused_mlp._takes_fused_inputs(backend.linear(name, 32, 32, False)) for name in "ab"]
     assert takes == [True, False]

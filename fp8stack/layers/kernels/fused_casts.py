@@ -1,11 +1,11 @@
-"""FP8 operands from what a layer before them gave, in one pass: an activation or its backward pass,
-then the cast, the transpose, the amax and the sums over rows, none of whose input is written first.
+"""Casts fused with the computation of their input: an activation or its backward pass, the cast,
+the transpose, the amax and the sums over rows, in one pass.
 
-A `FusedInput` says what is cast. On CUDA GPUs with FP8 a Triton kernel computes its elements in
-registers, tile by tile, and writes both copies 16 bytes at a time; elsewhere torch computes them.
-Rounded to the dtype of its tensors is whatever eager code would round, so casts and ReLU^2 are the
-same to the bit. SwiGLU and GELU differ from eager code as exp, erf and divisions differ: by less
-than 2^-20 of a value, or of its largest term, before it is rounded.
+A `FusedInput` describes the input, which is not written to memory. On CUDA GPUs with FP8, a Triton
+kernel computes its elements in registers, tile by tile, and writes both copies 16 bytes at a time;
+elsewhere torch computes them. The kernel rounds where eager code rounds, so casts and ReLU^2 equal
+eager code to the bit. SwiGLU and GELU differ from eager code as exp, erf and divisions differ: by
+less than 2^-20 of a value, or of its largest term, before it is rounded.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from fp8stack.layers.kernels.variants import (
 )
 from fp8stack.numerics.operators import operator_on_any_device
 
-BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
+BLOCK = 128  # elements of a row or column that share a float32 scale; also the side of a tile
 LAUNCH = OPTIONS | {"num_warps": 16}
-_OPERANDS = (
+_ARGUMENTS = (
     *("x", "dy", "scale", "data", "transposed", "inverse", "columnwise_inverse", "amaxes", "sums"),
 )
 _quantizer = cache(Quantizer)  # constructed once, as its checks take longer than a launch
 
 
 class FusedInput(NamedTuple):
-    """A matrix that is not in memory.
+    """A matrix that is computed as it is cast.
 
-    The activation `name` of `x` [rows, columns], or with `dy`, the gradient of the activation's
-    output, the gradient of `x`. "cast" is `x` itself. SwiGLU halves the columns.
+    Without `dy`, it is the activation `name` of `x` [rows, columns]; SwiGLU halves the columns.
+    With `dy`, the gradient of the activation's output, it is the gradient of `x`. The activation
+    "cast" is the identity.
     """
 
     name: str
@@ -58,7 +59,7 @@ class FusedInput(NamedTuple):
         return rows, columns // 2 if halved else columns
 
     def values(self) -> Tensor:
-        """The matrix, by torch."""
+        """The matrix, computed by torch."""
         if self.name == "cast":
             return self.x
         if self.dy is None:
@@ -67,16 +68,16 @@ class FusedInput(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The results of a cast; None for results that were not requested. All but the scales of blocks
-    are contiguous.
+    """The results of a cast; None for results that were not requested. All are contiguous, except
+    scales of blocks.
 
     Attributes:
         data: float8 [rows, columns].
-        transposed: float8 [columns, rows]; with scales of blocks, not the transpose of `data`.
+        transposed: float8 [columns, rows]; not the transpose of `data` if blocks have scales.
         amax: float32, 0-dim, NaN ignored.
-        inv_scale: the scales of blocks, float32 [rows, columns / 128] or E8M0, laid out by
-        `scaled_gemm.pack_scales`.
-        columnwise_inv_scale: the scales of the blocks of `transposed`.
+        inv_scale: the inverse scales of blocks: float32 [rows, columns / 128], or E8M0 in the
+            layout of `scaled_gemm.pack_scales`.
+        columnwise_inv_scale: the inverse scales of the blocks of `transposed`.
         sums: the sums over rows, float32 [columns].
     """
 
@@ -93,35 +94,41 @@ def cast_transpose(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`cast_to_fp8(x, scale, format)`, its transpose and `amax(x)`, to the bit; `x` [rows, columns]
     in float32, bfloat16 or float16. For the arguments see `cast_product`."""
-    product = FusedInput("cast", x)
-    copies = cast_product(product, scale, format, columnwise=columnwise, record=record, sums=False)
+    source = FusedInput("cast", x)
+    copies = cast_product(source, scale, format, columnwise=columnwise, record=record, sums=False)
     return copies[:3]
 
 
-def product_amax(product: FusedInput) -> Tensor:
-    """The amax of a product, which is not written to memory: float32, 0-dim, NaN ignored."""
-    largest: Tensor = _amax_op(*product).max()
+def product_amax(source: FusedInput) -> Tensor:
+    """The amax of a fused input: float32, 0-dim, NaN ignored."""
+    largest: Tensor = _amax_op(*source).max()
     return largest
 
 
 def cast_product(
-    product: FusedInput, scale: Tensor, format: str, *, columnwise: bool, record: bool, sums: bool
+    source: FusedInput,
+    scale: Tensor,
+    format: str,
+    *,
+    columnwise: bool,
+    record: bool,
+    sums: bool,
 ) -> Copies:
-    """A product cast with one scale. Nothing waits for the device.
+    """Cast a fused input with one scale, without synchronizing with the device.
 
     Args:
-        product: what is cast.
-        scale: float32, 0-dim, on the product's device; multiplies into FP8.
+        source: the matrix to cast.
+        scale: float32, 0-dim, on the input's device; multiplies into FP8.
         format: "e4m3" or "e5m2".
-        columnwise: whether the transpose is wanted.
-        record: whether the amax is wanted.
-        sums: whether the sums over rows are wanted.
+        columnwise: whether the transpose is needed.
+        record: whether the amax is needed.
+        sums: whether the sums over rows are needed.
 
     Raises:
         ValueError: an unknown format.
     """
     data, transposed, amaxes, partial_sums = _cast_op(
-        *product, scale, format, columnwise, record, sums
+        *source, scale, format, columnwise, record, sums
     )
     return Copies(
         data,
@@ -132,14 +139,14 @@ def cast_product(
 
 
 def cast_blocks(
-    product: FusedInput, quantizer: Quantizer, *, columnwise: bool, sums: bool
+    source: FusedInput, quantizer: Quantizer, *, columnwise: bool, sums: bool
 ) -> Copies:
-    """A product cast in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `columnwise` its
-    transpose as well, each with scales of its own: `numerics.quantize` and `pack_scales`, to the
-    bit. See `cast_product`."""
+    """Cast a fused input in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `columnwise`
+    its transpose as well, with separate scales. The results equal `numerics.quantize` and
+    `pack_scales` to the bit. See `cast_product`."""
     fields = quantizer.format, quantizer.scale, quantizer.scale_rounding, quantizer.eps
     data, transposed, inverse, columnwise_inverse, partial_sums = _blocks_op(
-        *product, *fields, columnwise, sums
+        *source, *fields, columnwise, sums
     )
     if quantizer.scale != "e8m0":
         inverse, columnwise_inverse = (
@@ -160,13 +167,14 @@ def cast_blocks(
 
 
 @operator_on_any_device(
-    "product_amax", lambda *product: _allocate(FusedInput(*product), None, False, True, False)[0]
+    "product_amax",
+    lambda *source: _allocate(FusedInput(*source), None, False, True, False)[0],
 )
 def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
-    product = _contiguous(name, x, dy)
-    if not _runs(product):
-        return numerics.amax(product.values()).view(1)
-    return _run(product, None, None, False, True, False)[0]
+    source = _contiguous(name, x, dy)
+    if not _has_kernel_for(source):
+        return numerics.amax(source.values()).view(1)
+    return _run(source, None, None, False, True, False)[0]
 
 
 @operator_on_any_device(
@@ -185,11 +193,11 @@ def _cast_op(
     record: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    product = _contiguous(name, x, dy)
-    if _runs(product):
-        outputs: Any = _run(product, scale, _quantizer(format=format), columnwise, record, sums)
+    source = _contiguous(name, x, dy)
+    if _has_kernel_for(source):
+        outputs: Any = _run(source, scale, _quantizer(format=format), columnwise, record, sums)
         return outputs  # type: ignore[no-any-return]
-    values = product.values()
+    values = source.values()
     data = numerics.cast_to_fp8(values, scale, format)
     transposed = data.new_empty(0)
     if columnwise:
@@ -202,7 +210,7 @@ def _cast_op(
     "cast_product_blocks",
     lambda name, x, dy, format, scale, scale_rounding, eps, columnwise, sums: _allocate(
         FusedInput(name, x, dy),
-        _of_blocks(format, scale, scale_rounding, eps),
+        _block_quantizer(format, scale, scale_rounding, eps),
         columnwise,
         False,
         sums,
@@ -219,9 +227,10 @@ def _blocks_op(
     columnwise: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    product, quantizer = _contiguous(name, x, dy), _of_blocks(format, scale, scale_rounding, eps)
-    if _runs(product):
-        outputs: Any = _run(product, None, quantizer, columnwise, False, sums)
+    source = _contiguous(name, x, dy)
+    quantizer = _block_quantizer(format, scale, scale_rounding, eps)
+    if _has_kernel_for(source):
+        outputs: Any = _run(source, None, quantizer, columnwise, False, sums)
         return outputs  # type: ignore[no-any-return]
 
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +239,7 @@ def _blocks_op(
             return data, pack_scales(inverse, ScaleLayout.MX)
         return data, inverse.t().clone(memory_format=torch.contiguous_format)
 
-    values = product.values()
+    values = source.values()
     data, inverse = packed(values)
     transposed, columnwise_inverse = data.new_empty(0), inverse.new_empty(0)
     if columnwise:
@@ -238,19 +247,19 @@ def _blocks_op(
     return data, transposed, inverse, columnwise_inverse, _sums(values, sums)
 
 
-def _of_blocks(format: str, scale: str, scale_rounding: str, eps: float) -> Quantizer:
-    """The quantizer that `cast_blocks` was given."""
+def _block_quantizer(format: str, scale: str, scale_rounding: str, eps: float) -> Quantizer:
+    """The quantizer of `cast_blocks` with these fields."""
     block = (1, 32) if scale == "e8m0" else (1, BLOCK)
-    rules: dict[str, Any] = {"scale": scale, "scale_rounding": scale_rounding}
-    return _quantizer(format=format, block=block, eps=eps, **rules)
+    scale_options: dict[str, Any] = {"scale": scale, "scale_rounding": scale_rounding}
+    return _quantizer(format=format, block=block, eps=eps, **scale_options)
 
 
 def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> FusedInput:
     return FusedInput(name, x.contiguous(), None if dy is None else dy.contiguous())
 
 
-def _runs(product: FusedInput) -> bool:
-    return has_kernel(product.x.device) and product.x.numel() > 0
+def _has_kernel_for(source: FusedInput) -> bool:
+    return has_kernel(source.x.device) and source.x.numel() > 0
 
 
 def _sums(values: Tensor, needed: bool) -> Tensor:
@@ -258,7 +267,7 @@ def _sums(values: Tensor, needed: bool) -> Tensor:
 
 
 class _Output(NamedTuple):
-    """A tensor that the kernel fills, except for `zeros` where no tile writes."""
+    """A tensor that the kernel fills. `zeros`: it begins with zeros, as tiles do not cover it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -266,19 +275,19 @@ class _Output(NamedTuple):
 
     def allocate(self, x: Tensor) -> Tensor:
         """The tensor, on the device of `x`."""
-        if self.zeros:  # of a dtype without numbers
+        if self.zeros:  # bytes, as E8M0 has no zero
             return x.new_zeros(self.shape, dtype=torch.uint8).view(self.dtype)
         return x.new_empty(self.shape, dtype=self.dtype)
 
 
 def _outputs(
-    product: FusedInput, quantizer: Quantizer | None, columnwise: bool, record: bool, sums: bool
+    source: FusedInput, quantizer: Quantizer | None, columnwise: bool, record: bool, sums: bool
 ) -> dict[str, _Output]:
-    """The outputs of an operator, by the names of the kernel's arguments: amaxes by tile, sums by
-    rows of tiles, inverse scales in float32 with their blocks first. Without a quantizer, only the
+    """The outputs of an operator, by the names of the kernel's arguments: amaxes of tiles, sums of
+    rows of tiles, float32 inverse scales [blocks, rows or columns]. Without a quantizer, only the
     amaxes."""
-    (rows, columns), (high, wide) = product.shape, _tiles(product)
-    amaxes = _Output((high * wide,) if record else (0,))
+    (rows, columns), (tiles_high, tiles_wide) = source.shape, _tiles(source)
+    amaxes = _Output((tiles_high * tiles_wide,) if record else (0,))
     if quantizer is None:
         return {"amaxes": amaxes}
     dtype = fp8_format(quantizer.format).dtype
@@ -292,7 +301,7 @@ def _outputs(
         outputs["amaxes"] = amaxes
     elif quantizer.scale == "e8m0":
         size = blocks_wide * blocks_high * MX_TILE
-        tiles_fit = rows % BLOCK == 0 and _width(product) % BLOCK == 0
+        tiles_fit = rows % BLOCK == 0 and _width(source) % BLOCK == 0
         outputs["inverse"] = _Output((size,), torch.float8_e8m0fnu, not tiles_fit)
         outputs["columnwise_inverse"] = _Output(
             (size * columnwise,), torch.float8_e8m0fnu, not tiles_fit
@@ -300,53 +309,55 @@ def _outputs(
     else:
         outputs["inverse"] = _Output((blocks_wide, rows))
         outputs["columnwise_inverse"] = _Output((blocks_high, columns) if columnwise else (0,))
-    outputs["sums"] = _Output((high, columns) if sums else (0,))
+    outputs["sums"] = _Output((tiles_high, columns) if sums else (0,))
     return outputs
 
 
-def _allocate(product: FusedInput, *call: Any) -> tuple[Tensor, ...]:
-    """Tensors for the `_outputs`."""
-    return tuple(output.allocate(product.x) for output in _outputs(product, *call).values())
+def _allocate(source: FusedInput, *call: Any) -> tuple[Tensor, ...]:
+    """Allocate the `_outputs`."""
+    return tuple(output.allocate(source.x) for output in _outputs(source, *call).values())
 
 
-def _tiles(product: FusedInput) -> tuple[int, int]:
-    """The numbers of tiles from top to bottom and from left to right; 1 and 1 without a kernel."""
-    if not has_kernel(product.x.device):
+def _tiles(source: FusedInput) -> tuple[int, int]:
+    """The numbers of tiles in a column and in a row of the matrix; 1 and 1 without a kernel."""
+    if not has_kernel(source.x.device):
         return 1, 1
-    high = torch.sym_max(1, -(-product.shape[0] // BLOCK))  # type: ignore[no-untyped-call]
-    return high, -(-_width(product) // BLOCK)
+    tiles_high = torch.sym_max(1, -(-source.shape[0] // BLOCK))  # type: ignore[no-untyped-call]
+    return tiles_high, -(-_width(source) // BLOCK)
 
 
-def _width(product: FusedInput) -> int:
+def _width(source: FusedInput) -> int:
     """The columns that are divided into tiles; for the gradient of SwiGLU's input, the columns of
     one half."""
-    two = product.name == "swiglu" and product.dy is not None
-    return product.shape[1] // 2 if two else product.shape[1]
+    has_two_halves = source.name == "swiglu" and source.dy is not None
+    return source.shape[1] // 2 if has_two_halves else source.shape[1]
 
 
 class _Kernel:
-    """The kernel for products of one kind: the outputs, and the launch."""
+    """The kernel for fused inputs of one shape, dtype and operation: its outputs and its launch."""
 
-    def __init__(self, product: FusedInput, quantizer: Quantizer | None, *outputs: bool) -> None:
+    def __init__(self, source: FusedInput, quantizer: Quantizer | None, *outputs: bool) -> None:
         from fp8stack.layers.kernels import triton_kernels
         from fp8stack.layers.kernels.launch import KernelLaunch
 
-        high, wide = _tiles(product)
+        tiles_high, tiles_wide = _tiles(source)
         requested = dict(zip(("columnwise", "record", "sums"), outputs, strict=True))
-        named = _outputs(product, quantizer, *outputs)
-        self._outputs = list(named.values())
-        # x stands for the tensors that the kernel does not use.
-        indices = {"x": 0, "dy": 1, "scale": 2} | {name: 3 + i for i, name in enumerate(named)}
-        self._in_order = itemgetter(*(indices.get(name, 0) for name in _OPERANDS))
-        exact = converts_exactly(product.x.device)
-        compiled_for = product_variant(product, quantizer, exact, **requested)
-        sizes = product.x.shape[0], _width(product)
-        kernel, constants = triton_kernels.cast_product, {"HOW": compiled_for}
-        self._launch = KernelLaunch(kernel, high * wide, sizes, constants, LAUNCH)
+        kernel_outputs = _outputs(source, quantizer, *outputs)
+        self._outputs = list(kernel_outputs.values())
+        # Unused arguments of the kernel get x.
+        indices = {"x": 0, "dy": 1, "scale": 2} | {
+            name: 3 + i for i, name in enumerate(kernel_outputs)
+        }
+        self._in_order = itemgetter(*(indices.get(name, 0) for name in _ARGUMENTS))
+        exact = converts_exactly(source.x.device)
+        kernel_variant = product_variant(source, quantizer, exact, **requested)
+        sizes = source.x.shape[0], _width(source)
+        kernel, constants = triton_kernels.cast_product, {"HOW": kernel_variant}
+        self._launch = KernelLaunch(kernel, tiles_high * tiles_wide, sizes, constants, LAUNCH)
 
-    def run(self, product: FusedInput, scale: Tensor | None) -> tuple[Tensor, ...]:
-        """Launch it."""
-        _, x, dy = product
+    def run(self, source: FusedInput, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Launch the kernel and return its outputs."""
+        _, x, dy = source
         outputs = tuple([output.allocate(x) for output in self._outputs])
         inputs = x, x if dy is None else dy, x if scale is None else scale
         self._launch(self._in_order(inputs + outputs))
@@ -354,31 +365,31 @@ class _Kernel:
 
 
 _KERNELS: dict[Any, _Kernel] = {}
-_MOST_KERNELS = 4096  # a model has few, but prompts may have any length
+_MAX_KERNELS = 4096  # a model has few, but prompts may have any length
 
 
-def _run(product: FusedInput, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
-    """The `_outputs` of the kernel for a contiguous product that is not empty. `call` is the
-    quantizer, None for the amax alone, and whether columnwise, record and sums are requested."""
-    name, x, dy = product
+def _run(source: FusedInput, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
+    """Run the kernel on a contiguous input that is not empty. `call` is the quantizer, None for the
+    amax alone, and whether columnwise, record and sums are requested."""
+    name, x, dy = source
     key = name, x.shape, x.dtype, dy if dy is None else dy.dtype, x.device, call
     kernel = _KERNELS.get(key)
     if kernel is None:
-        if len(_KERNELS) >= _MOST_KERNELS:
+        if len(_KERNELS) >= _MAX_KERNELS:
             _KERNELS.clear()
-        kernel = _KERNELS[key] = _Kernel(product, *call)
-    return kernel.run(product, scale)
+        kernel = _KERNELS[key] = _Kernel(source, *call)
+    return kernel.run(source, scale)
 
 
 def product_variant(
-    product: FusedInput, quantizer: Quantizer | None, exact: bool, **requested: bool
+    source: FusedInput, quantizer: Quantizer | None, exact: bool, **requested: bool
 ) -> KernelVariant:
-    """The variant of the kernel for a product, without a quantizer for its amax alone; see
+    """The variant of the kernel for a fused input; without a quantizer, for its amax alone. See
     `variants.KernelVariant`."""
     scales = "none"
     if quantizer is not None:
-        in_blocks = "mx" if quantizer.scale == "e8m0" else "rows"
-        scales = "given" if quantizer.per_tensor else in_blocks
-    of_product = {"name": product.name, "backward": product.dy is not None}
+        block_scales = "mx" if quantizer.scale == "e8m0" else "rows"
+        scales = "given" if quantizer.per_tensor else block_scales
+    operation = {"name": source.name, "backward": source.dy is not None}
     quantizer = quantizer or _quantizer()
-    return variant(quantizer, scales, product.x.dtype, exact, **of_product, **requested)
+    return variant(quantizer, scales, source.x.dtype, exact, **operation, **requested)

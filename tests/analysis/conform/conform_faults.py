@@ -193,9 +193,9 @@ def with_ends_before_the_last_row(sizes: np.ndarray, *arguments: Any) -> np.ndar
     return np.diff(ends, prepend=0)
 
 
-def along_twice(exact: Any, operand: Any, x: Tensor, with_columns: bool, call: Any) -> Any:
+def along_twice(exact: Any, operand: Any, x: Tensor, with_columnwise: bool, call: Any) -> Any:
     rowwise, _ = exact(operand, x, False, call)
-    return rowwise, rowwise._replace(layout=operand.layouts[1]) if with_columns else None
+    return rowwise, rowwise._replace(layout=operand.layouts[1]) if with_columnwise else None
 
 
 def gradient_of_keys(change: Callable[[Tensor], Tensor]) -> Put:
