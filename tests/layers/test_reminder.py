@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.nn.utils import parametrizations, prune
 
-from fp8stack import convert, fp8_state, load_fp8_state, load_recipe, resolve
+from fp8stack import convert, delayed_scaling_of, fp8_state, load_fp8_state, load_recipe, resolve
 from tests.support.backend_models import CPU, normal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,8 +87,8 @@ def test_draw_counters_are_fp8_state_too_and_recipes_without_any_do_not_warn(war
 @pytest.mark.parametrize("first", ["weights", "state"])
 def test_state_that_is_loaded_before_or_after_the_weights_is_enough(recipe, first, warnings):
     saved, model = trained(recipe), fresh(recipe)
-    if recipe == "delayed":
-        saved.delayed_scaling.apply_pending_update()
+    if scaling := delayed_scaling_of(saved):
+        scaling.apply_pending_update()
     if first == "state":
         load_fp8_state(model, fp8_state(saved))
     model.load_state_dict(saved.state_dict())
