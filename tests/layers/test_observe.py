@@ -16,7 +16,6 @@ from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.observe import fp8_linears, observing, scale_of
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.convert import convert
-from fp8stack.model.converted import delayed_scaling_of
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe, resolve
 from tests.support.backend_models import (
@@ -113,9 +112,7 @@ def test_a_grouped_linear_shows_what_a_loop_of_linears_over_its_groups_casts(siz
     quantizers = grouped.plan.layer("up.1").quantizers
     assert quantizers is not None
     assert quantizers.input is not None
-    scaling = delayed_scaling_of(grouped)
-    assert scaling is not None
-    scaling.apply_pending_update()
+    grouped.up.delayed.apply_pending_update()
     for path in ("up.1", "up.2"):
         scale = scale_of(path, grouped.up, "input", x, quantizers.input)
         assert scale is not None
