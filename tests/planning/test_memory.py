@@ -314,7 +314,7 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
     assert delayed.history.history.shape == (20, 3 * 8)  # input, weight, weight.dgrad
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
     tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.unrecorded]
-    tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
+    tensors += [delayed.weights.flag, *(slot._column_indices for slot in delayed.slots.values())]
     draws: Any = model.stochastic_rounding
     tensors += draws.state_dict().values()
     assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
@@ -327,7 +327,7 @@ def test_experts_have_a_history_each_and_biases_and_a_load():
     assert delayed.history.history.shape[1] == 3 * (8 + 2 * 4)  # 8 linears, and 2 for experts
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
     tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.unrecorded]
-    tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
+    tensors += [delayed.weights.flag, *(slot._column_indices for slot in delayed.slots.values())]
     tensors += [
         *model.buffers(),
         *loads_of(model),
