@@ -1,4 +1,4 @@
-"""Training steps of one model: bf16 and each recipe in turn, the host's time apart from the GPU's.
+"""Training steps of one model, in bf16 and each recipe in turn, with the host's time by itself.
 
 A turn runs many steps and waits for the GPU once, at its end. The host's time ends when it has
 launched the last step; where the GPU is slower, its queue is full, and both times are equal: then
@@ -108,8 +108,8 @@ class Arm:
 
 
 def measured(arms: list[Arm], arguments: argparse.Namespace) -> Iterator[Row]:
-    """The rows of arms that take turns: first their times; then, if requested, the kernels of a
-    step of each, with all of them in a folder beside the file."""
+    """Time arms that take turns. Yields a row of times for each; then, if requested, a row of the
+    kernels of a step of each, which are all written to a folder beside the file."""
     device = arms[0].hardware.device
     for arm in arms:
         arm.build()

@@ -352,7 +352,7 @@ def _casts_in_torch(x: Tensor, quantizer: Quantizer, with_columnwise: bool) -> b
     """Whether torch's own operators cast `x` with one scale, and not our operator: in compiled code
     that inductor can fuse, and in eager code on a CPU without a dispatch mode."""
     if torch.compiler.is_compiling():
-        # In current scaling, inductor cannot fuse the cast with the computation of x.
+        # Inductor cannot fuse a cast with the computation of x if its scale is current.
         return quantizer.delayed or not (has_kernel(x.device) and with_columnwise)
     return x.is_cpu and not torch._C._len_torch_dispatch_stack()
 

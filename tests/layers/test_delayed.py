@@ -222,7 +222,7 @@ def test_evaluations_between_do_not_change_the_training(recipe, backend, mode):
                 loss = loss_of(evaluated, 50, length)
             if mode == "eval":
                 loss.backward()
-            # What TE recorded may be in the history now, which updates alone move.
+            # The row that records may hold amaxes of TE now; updates alone move the other rows.
             assert all(torch.equal(before[n][1:] if n.endswith("history") else before[n],
                                    x[1:] if n.endswith("history") else x)
                        for n, x in raw(evaluated).items())  # fmt: skip

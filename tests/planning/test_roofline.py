@@ -37,7 +37,7 @@ FLOPS = Rates(
 FREE = dataclasses.replace(BYTES, casts=INF, memory=INF)
 NVFP4 = ("nvfp4", "nvfp4_forward_high")
 ROWWISE = ("rowwise", "rowwise_wgrad_hp")
-# What runs natively on 12.0.
+# The recipes that run natively on 12.0.
 ON_12 = ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, *ROWWISE]
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 

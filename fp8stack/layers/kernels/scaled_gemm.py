@@ -188,8 +188,8 @@ def scaled_grouped_gemm(
     assert offs is not None
     if not len(rows):
         return rows.new_zeros((0, weight.shape[1]), dtype=out_dtype)
-    places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-    group_of_row = torch.searchsorted(offs, places, right=True)
+    row_indices = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    group_of_row = torch.searchsorted(offs, row_indices, right=True)
     # Each row has the scale of its group.
     row_scales = a.inv_scale if a.kind is ScaleLayout.PER_ROW else a.inv_scale[group_of_row]
     scales = b.inv_scale
