@@ -69,14 +69,14 @@ def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(words, ref
 
 
 @pytest.mark.parametrize(
-    ("given", "count"),
+    ("variables", "count"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
 )
-def test_the_command_sets_how_long_threads_spin_unless_the_user_does(given, count, monkeypatch):
+def test_the_command_sets_how_long_threads_spin_unless_the_user_does(variables, count, monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         main(["--version"])
