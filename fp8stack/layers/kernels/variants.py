@@ -96,6 +96,7 @@ class KernelVariant:
             machine code that stores registers which nothing wrote. To be deleted when no torch that
             brings Triton 3.6 is supported.
         rows, columns: of a tile.
+        whole_quads: whether the rows are a multiple of four, so that the codes of four can be packed.
         columnwise, record, sums: whether a transpose, an amax and the sums over rows are wanted.
         name, backward: of a `fused_casts.FusedInput`.
     """
@@ -110,6 +111,7 @@ class KernelVariant:
     assembly: bool = False
     rows: int = 128
     columns: int = 128
+    whole_quads: bool = True
     columnwise: bool = True
     record: bool = False
     sums: bool = False
