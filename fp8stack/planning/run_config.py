@@ -172,6 +172,9 @@ class RunConfig(BaseModel):
     """torch.compile: the first step takes about a minute, others less time. Default on GPUs."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """compile: the mode of torch.compile; only modes without CUDA graphs."""
+    cuda_graphs: bool = True
+    """compile, one GPU of NVIDIA: record forward and backward passes as CUDA graphs and replay
+    them, where possible."""
     check_memory: bool = True
     """Refuse a run whose estimated memory exceeds the free memory."""
     profile: bool = False
@@ -285,7 +288,14 @@ FREE_ON_RESUME = frozenset(
         *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
         *("device", "deterministic", "out", "steps", "workers", "compile"),
         *("accumulate", "worker_timeout"),
-        *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
+        *(
+            "compile_mode",
+            "cuda_graphs",
+            "check_memory",
+            "profile",
+            "profile_step",
+            "profile_steps",
+        ),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
         *("activation_checkpointing", "log_every", "eval_every", "eval_windows"),
         *(
