@@ -30,8 +30,8 @@ def obstacle(run: Run) -> str:
     config = run.config
     reasons = {
         "only GPUs of NVIDIA have them": not records(run.accelerator.device),
-        "cuda_graphs is false": not config.cuda_graphs,
         "training is not compiled": not run.active.compiled,
+        "cuda_graphs is false": not config.cuda_graphs,
         "Transformer Engine's modules run Python code in each pass": run.plan.backend == "te",
         "there are several ranks, and their collectives are not recorded": run.ranks.count > 1,
         "the host reads the load of experts": run.model.config.experts is not None,

@@ -160,7 +160,6 @@ def test_a_recorded_pass_has_the_operators_of_the_eager_one(
         ("bf16", {}, ""),
         ("bf16", {"cuda_graphs": False}, "cuda_graphs is false"),
         ("bf16", {"activation_checkpointing": "block"}, "blocks are recomputed"),
-        ("bf16", {"document_mask": True}, "makes new masks"),
         ("bf16", MIXTURE, "the load of experts"),
     ],
 )
