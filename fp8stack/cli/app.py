@@ -19,16 +19,15 @@ from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
 from fp8stack.cli.copying import copy
 from fp8stack.cli.estimate import estimate
-from fp8stack.cli.export import export
 from fp8stack.cli.forecast import forecast, tune
-from fp8stack.cli.generate import generate
 from fp8stack.cli.machine import conform, doctor
 from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
-from fp8stack.cli.results import evaluate, list_, report
+from fp8stack.cli.results import list_, report
 from fp8stack.cli.results import show as show_run
+from fp8stack.cli.trained import evaluate, export, generate
 from fp8stack.common.errors import Interrupted, StorageError, UserError, quoted
 from fp8stack.common.terminal import show, silence, warn, write_text
 from fp8stack.common.version import __version__

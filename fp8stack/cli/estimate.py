@@ -23,12 +23,12 @@ RANKS = option("Number of ranks, such as GPUs. [1]", "--ranks", "--gpus", min=1)
 MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
 
 
+@options.takes_keys(
+    *("model", "recipe", "batch", "context", "accumulate", "parallel", "optimizer"),
+    *("activation_checkpointing", "backend"),
+)
 def estimate(
-    model: Annotated[str | None, options.MODEL] = None,
-    recipe: Annotated[str | None, options.RECIPE] = None,
-    batch: Annotated[int | None, options.BATCH] = None,
-    context: Annotated[int | None, options.CONTEXT] = None,
-    accumulate: Annotated[int | None, options.ACCUMULATE] = None,
+    flags: dict[str, Any],
     capability: Annotated[str | None, options.CAPABILITY] = None,
     gpu: Annotated[str | None, options.GPU] = None,
     te: Annotated[bool | None, options.TE] = None,
@@ -36,18 +36,14 @@ def estimate(
     ranks: Annotated[int, RANKS] = 1,
     tokens: Annotated[str | None, TOKENS] = None,
     price: Annotated[float | None, PRICE] = None,
-    parallel: Annotated[str | None, options.PARALLEL] = None,
-    optimizer: Annotated[str | None, options.OPTIMIZER] = None,
-    activation_checkpointing: Annotated[str | None, options.RECOMPUTE] = None,
     phases: Annotated[str | None, options.PHASES] = None,
-    backend: Annotated[str | None, options.BACKEND] = None,
     config: Annotated[str | None, options.CONFIG] = None,
     set: Annotated[list[str] | None, options.SET] = None,
     json: Annotated[bool, option("Print JSON, in bytes.", "--json")] = False,
 ) -> None:
     """Estimate the memory of a run, part by part, and the largest batch that fits; with --tokens
     predict its time, cost, disk and loss as well."""
-    flags = options.run_flags(locals())
+    flags |= {"phases": phases}
     from fp8stack.planning import duration as durations
     from fp8stack.planning import estimate as answers
     from fp8stack.planning.run_config import parse_config
