@@ -17,7 +17,6 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
-from fp8stack.cli.copying import copy
 from fp8stack.cli.estimate import estimate
 from fp8stack.cli.forecast import forecast, tune
 from fp8stack.cli.machine import conform, doctor
@@ -25,7 +24,7 @@ from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
-from fp8stack.cli.results import list_, report
+from fp8stack.cli.results import copy, list_, report
 from fp8stack.cli.results import show as show_run
 from fp8stack.cli.trained import evaluate, export, generate
 from fp8stack.common.errors import Interrupted, StorageError, UserError, quoted
