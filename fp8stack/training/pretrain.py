@@ -33,8 +33,7 @@ def pretrain(
         Preempted: a signal stopped the run, which is saved and can be resumed.
     """
     if isinstance(config, RunConfig):
-        keys = config.given | keys
-        config = None
+        keys, config = config.given | keys, None
     config, resume = (None if path is None else str(path) for path in (config, resume))
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
