@@ -80,7 +80,7 @@ def takes_keys(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None
 
         _, *parameters = signature(function, eval_str=True).parameters.values()
         parameters = [*map(_parameter, keys or FLAGS), *parameters]
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__annotations__ = {option.name: option.annotation for option in parameters}
         command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return command
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel
 
-from fp8stack.planning.run_config import RunConfig
+from fp8stack.model.config import GPTConfig
+from fp8stack.planning.run_config import GuardConfig, RunConfig
 from tests.faults.bounded import called
 
 COMMON = (
@@ -29,11 +31,10 @@ SETTINGS = {  # --set, as it stands there: what must be in the message
     "guard=1": "guard = 1", "guard.windows=9":
     "flags: guard: No key 'windows'. Did you mean 'window'? Nearest: window",
     "model_overrides.experts.bias=nan": "experts.bias = nan: Input should be a finite number",
-    "model.layers=3000000": "layers = 3000000: Input should be less than or equal to 2048",
     "guard.warmup=999": "guard.warmup 999", "model_overrides=1": "model_overrides = 1",
-    "model_overrides.layers=0": "layers = 0", "model_overrides.layers=two": "layers = 'two'",
+
     "model_overrides.heads=3": "not divisible by heads 3",
-    "model_overrides.kv_heads=3": "kv_heads 3", "model_overrides.norm=batch": "norm = 'batch'",
+    "model_overrides.kv_heads=3": "kv_heads 3",
     "model_overrides.vocabulary=100": "has a vocabulary of 100",
     "model_overrides.depth=2": "No key 'depth'", "model_overrides.activation=[]": "activation = []",
     "model_overrides.width=2147483648": "GiB",
@@ -112,28 +113,26 @@ OTHERS = {
 }  # fmt: skip
 
 
-def _wrong_values() -> Iterator[tuple[str, str]]:
-    """Settings of every key of a run and of the guard beyond its limits or of another type."""
-    schema = RunConfig.model_json_schema()
-    keys = schema["properties"].items()
-    guard = schema["$defs"]["GuardConfig"]["properties"].items()
-    for key, entry in (*keys, *((f"guard.{key}", entry) for key, entry in guard)):
+def wrong_values(schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Each key of `schema`, with values in TOML beyond its limits or of another type."""
+    for key, entry in schema.model_json_schema()["properties"].items():
         entry |= entry.get("anyOf", [{}])[0]
         words = {"number": ["one", "nan"], "integer": ["1.5", "true"], "boolean": ["maybe"]}
-        wrong: list[object] = [*words.get(entry.get("type"), [])]
-        wrong += ["nonsense"] if "enum" in entry else []
-        wrong += [entry["minimum"] - 1] if "minimum" in entry else []
-        wrong += [entry["maximum"] * 2 + 1] if "maximum" in entry else []
-        wrong += [entry[limit] for limit in entry if limit.startswith("exclusive")]
-        for value in wrong:
-            yield f"{key}={value}", f"{key} = "
+        values: list[object] = [*words.get(entry.get("type"), [])]
+        values += ["nonsense"] if "enum" in entry else []
+        values += [entry["minimum"] - 1] if "minimum" in entry else []
+        values += [entry["maximum"] * 2 + 1] if "maximum" in entry else []
+        values += [entry[limit] for limit in entry if limit.startswith("exclusive")]
+        yield from ((key, str(value)) for value in values)
 
 
 def bad_input() -> dict[str, tuple[list[str], str]]:
     """Each bad input by a name: the command's words, and what the message must hold."""
     delayed = ["--recipe", "delayed", "--set"]
     rows = [(["--set", setting], message) for setting, message in SETTINGS.items()]
-    rows += [(["--set", setting], message) for setting, message in _wrong_values()]
+    for table, schema in (("", RunConfig), ("guard.", GuardConfig), ("model.", GPTConfig)):
+        for key, value in wrong_values(schema):
+            rows.append((["--set", f"{table}{key}={value}"], f"{key} = "))
     rows += [([*delayed, f"recipe.{setting}"], message) for setting, message in RECIPES.items()]
     rows += [(shlex.split(words), message) for words, message in FLAGS.items()]
     rows = [(["pretrain", *shlex.split(COMMON), *words], message) for words, message in rows]
