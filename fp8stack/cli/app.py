@@ -18,7 +18,7 @@ from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
 from fp8stack.cli.estimate import estimate
-from fp8stack.cli.forecast import forecast, tune
+from fp8stack.cli.forecast import forecast
 from fp8stack.cli.machine import conform, doctor
 from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
@@ -61,8 +61,6 @@ for function, short, example in (
     (generate, "Generate text", "generate runs/demo --prompt 'def main'"),
     (forecast, "Forecast what each recipe would cost in loss",
      "forecast --model llama-8b --tokens 160B"),
-    (tune, "Find a recipe for each layer within a loss budget",
-     "tune runs/demo --budget 0.2% --out mine.toml"),
     (export, "Write a model for transformers, vLLM or safetensors",
      "export runs/demo --format hf --out exported"),
     (conform, "Check that this machine computes what formats say", "conform --quick"),

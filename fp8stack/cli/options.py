@@ -160,9 +160,8 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.sp
 }
 COMMAND_GROUPS = {
     "Train": "pretrain compare prepare",
-    "Plan": "plan estimate doctor list copy",
+    "Plan": "plan estimate forecast doctor list copy",
     "Inspect": "show report eval generate",
-    "Choose a recipe": "forecast tune",
     "Export": "export",
     "Check and measure": "conform bench",
 }
