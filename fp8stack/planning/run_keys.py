@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # so that type checkers know the keys of `RunConfig(...)`
     from pydantic import BaseModel as _Fields
 else:
     _Fields = object
