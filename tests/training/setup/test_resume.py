@@ -25,12 +25,11 @@ from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planning.run_config import RunConfig, parse_config
 from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.checkpoint import reader
-from fp8stack.training.checkpoint.validation import newest_sound
-from fp8stack.training.load import layers_left_out
+from fp8stack.training.checkpoint.validation import layers_left_out, newest_sound
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Decided, Schedule, plan_phases
 from fp8stack.training.setup import resume, start
-from tests.conftest import TINY, contents, losses, metrics
+from tests.conftest import contents, losses, metrics
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.training.conftest import AUTO, saved
 
@@ -52,19 +51,25 @@ def test_where_no_run_was_begun_a_new_one_begins(remains, new, command, tmp_path
     assert not list((tmp_path / "r").rglob(".tmp-*"))
 
 
-def test_without_out_a_start_that_was_cut_early_is_made_up_for(new, command, tmp_path):
+@pytest.mark.parametrize(
+    "flags", [["--resume"], ["--resume", "auto"], ["--steps", "1", "--resume"]]
+)
+def test_only_the_run_in_out_or_a_named_one_is_resumed(flags, new, command, refused, tmp_path):
+    """Nothing is looked for in `runs`, and a finished or unfinished run in `--out` is kept."""
     cut = RunFolder(tmp_path / "runs/gpt-nano-fp32")
     cut.claim()
     cut.release()
-    constant = [*new, "--schedule", "constant"]
-    assert command(*constant, "--resume", "auto", "--steps", "2") == 0
-    assert command(*constant, "--resume", "auto", "--steps", "3") == 0
-    assert [path.name for path in cut.path.parent.iterdir()] == [cut.path.name]
-    assert len(losses(cut.path)) == 3
-    assert command(*constant, "--steps", "1") == 0  # without --resume: a new folder
-    assert command(*constant, "--resume", "auto", "--steps", "2") == 0  # the last one
-    assert len(losses(tmp_path / "runs/gpt-nano-fp32-2")) == 2
-    assert len(losses(cut.path)) == 3
+    refused(*new, *flags, message="--resume auto needs --out, the run's folder. Or name it:")
+    assert command(*new, "--steps", "1") == 0  # where a start was cut early
+    assert command(*new, "--steps", "1") == 0
+    assert [path.name for path in cut.path.parent.iterdir()] == [
+        cut.path.name,
+        f"{cut.path.name}-2",
+    ]
+    again = [*new, "--steps", "2", "--out", "runs/gpt-nano-fp32"]
+    refused(*again, message="holds a run already. Go on with it by --resume auto")
+    assert command(*again, *flags, "--steps", "2") == 0
+    assert [row[0] for row in losses(cut.path)] == [1, 2]
 
 
 def test_a_finished_run_says_so_and_is_not_changed(run, command, capsys):
@@ -268,26 +273,10 @@ def test_what_torchrun_starts_again_goes_on_by_itself(
     assert saved(run) == ["step-000012", "step-000008"]
 
 
-def test_what_torchrun_starts_again_overwrites_a_run_that_its_launch_has_not_removed_yet(
-    run, new, command, monkeypatch, capsys
-):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    words = [*new, "--out", "r", "--overwrite", "--seed", "1"]
-    assert command(*words) == 0  # the process before failed early
-    printed = capsys.readouterr().out
-    assert "overwrote the run in r: removed step-000012" in printed
-    assert "--resume auto" not in printed
-    uninterrupted = losses(run)
-    shutil.rmtree(run / "checkpoints/step-000012")
-    assert command(*words) == 0  # the process before failed in step 12
-    printed = capsys.readouterr().out
-    assert "torchrun started this again: going on as with --resume auto" in printed
-    assert "resumed from r/checkpoints/step-000008" in printed
-    assert "overwrote" not in printed
-    assert losses(run) == uninterrupted
-    monkeypatch.setattr(start, "_launch", lambda: "another torchrun")
-    assert command(*words, "--steps", "1") == 0
-    assert "overwrote the run in r: removed step-000012" in capsys.readouterr().out
+def test_what_torchrun_may_start_again_overwrites_nothing(run, new, refused, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    refused(*new, "--out", "r", "--overwrite", message="give torchrun no --max-restarts")
+    assert saved(run) == ["step-000012", "step-000008"]
 
 
 def test_the_data_may_have_moved_if_its_contents_are_the_same(run, finished, command, tmp_path):
@@ -304,33 +293,13 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, command, refused, capsy
     refused("pretrain", "--resume", "r/checkpoints/step-000008", code=3)
 
 
-def test_the_same_command_goes_on_with_a_run_that_was_cut(run, new, command, refused, capsys):
-    uninterrupted = losses(run)
-    shutil.rmtree(run / "checkpoints" / "step-000012")
-    same = [*new, "--out", "r"]
-    message = "r holds a run already, and another one: lr is 0.1 here and 0.003"
-    refused(*same, "--lr", "0.1", message=message)
-    assert command(*same) == 0
-    assert "resumed from r/checkpoints/step-000008" in capsys.readouterr().out
-    assert losses(run) == uninterrupted
-
-
-def test_without_a_folder_the_run_that_was_cut_last_goes_on(command, tmp_path, capsys):
-    begin = ["pretrain", *TINY, "--set", "sample_tokens=0"]
-    assert command(*begin, "--recipe", "fp32") == 0
-    assert command(*begin, "--recipe", "bf16") == 0
-    cut = tmp_path / "runs/gpt-nano-bf16"
-    uninterrupted = losses(cut)
-    shutil.rmtree(cut / "checkpoints/step-000012")
-    capsys.readouterr()
-    assert command(*begin, "--resume", "--recipe", "current") == 0
-    printed = capsys.readouterr().out
-    assert "runs/gpt-nano-bf16 was cut after step 8 of 12, and this is a new run" in printed
-    assert "--resume runs/gpt-nano-bf16" in printed
-    assert command("pretrain", "--resume") == 0
-    assert "resumed from runs/gpt-nano-bf16/checkpoints/step-000008" in capsys.readouterr().out
-    assert losses(cut) == uninterrupted
-    assert len(list((tmp_path / "runs").iterdir())) == 3
+@pytest.mark.parametrize("flags", [["--model", "gpt2-124m"], ["--set", "model.width=64"]])
+def test_another_model_is_named_whether_or_not_the_run_is_finished(flags, run, refused):
+    now, before = ("'gpt2-124m'", "'gpt-nano'") if "--model" in flags else (64, 32)
+    key = "model" if "--model" in flags else "model.width"
+    message = f"Cannot resume r: {key} is {now} here and {before} in the checkpoint."
+    for steps in ([], ["--steps", "14"]):
+        refused("pretrain", "--resume", "r", *flags, *steps, message=message)
 
 
 def test_a_longer_run_says_that_the_schedule_follows(run, command, capsys):
