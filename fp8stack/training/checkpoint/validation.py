@@ -55,22 +55,19 @@ def load_sound(path: Path, check: Check) -> Checkpoint:
     """Load the checkpoint in the folder `path`, verified to the byte and by `check`. Raises a
     NoUsableCheckpoint that names its fault, or a MissingRequirement if it has none but needs what
     is missing here."""
-    try:
-        checkpoint = checkpoints.load(path)
-    except MissingRequirement:
-        raise
-    except UserError as error:
-        raise NoUsableCheckpoint(str(error)) from error
     named = re.fullmatch(r"step-(\d{6,})", path.resolve().name)
     try:
+        checkpoint = checkpoints.load(path)
         if named and int(named[1]) != checkpoint.step:
             raise UserError(f"it is of step {quoted(str(checkpoint.step))}")
         check(checkpoint)
     except MissingRequirement:
         raise
     except UserError as error:
-        fault = str(error).rstrip(".")
-        raise NoUsableCheckpoint(f"{path} cannot be used: {fault}.") from error
+        fault = str(error)
+        if not fault.startswith(str(path)):
+            fault = f"{path} cannot be used: {fault.rstrip('.')}."
+        raise NoUsableCheckpoint(fault) from error
     return checkpoint
 
 

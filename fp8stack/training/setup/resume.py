@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8stack.common import presets
-from fp8stack.common.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.hub import repository_in
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.model.config import load_config
@@ -88,13 +88,6 @@ class Resumption:
         """The keys of a run that may differ from the checkpoint's. (`init_from` is not read.)"""
         return FREE_ON_RESUME | {"init_from"} | (FREE_IN_BRANCH if self.is_branch else set())
 
-    def changes_recipes(self, config: RunConfig) -> bool:
-        """Whether the recipes of a branch with the configuration `config` may differ from those of
-        the checkpoint. The recipe that `auto` stands for is chosen again."""
-        keys = ("recipe", "recipe_overrides", "phases")
-        differ = any(getattr(self.saved, key) != getattr(config, key) for key in keys)
-        return differ or "auto" in (config.recipe, *(phase.recipe for phase in config.phases))
-
 
 def find_run(config: RunConfig, resume: str | None, *, newest: bool = False) -> Request | None:
     """The run that `resume` names: "auto" for the run in `--out`, or the path of a run or of a
@@ -128,7 +121,7 @@ def with_saved_machine(config: RunConfig, request: Request) -> RunConfig:
     return config
 
 
-def find_checkpoint(request: Request) -> Resumption | None:
+def find_resumption(request: Request) -> Resumption | None:
     """Load the checkpoint to resume from; None if the run has none yet. Raises a UserError if
     another process trains in the folder or the folder of a branch is not free, and a
     NoUsableCheckpoint if all checkpoints of the run, or the named one, are damaged."""
@@ -147,7 +140,7 @@ def find_checkpoint(request: Request) -> Resumption | None:
     if named is None:
         checkpoint, path, passed_over = newest_sound(run.checkpoints, can_go_on)
     else:
-        checkpoint, path, passed_over = _load(named), named, []
+        checkpoint, path, passed_over = load_sound(named, can_go_on), named, []
     # run.toml may have been edited.
     table = at_home(checkpoint.info["config"], run.path)
     begins = "a new run that begins with" if request.is_branch else "resumed from"
@@ -179,13 +172,6 @@ def _unless_begun(request: Request) -> Request:
     if has_begun or not is_its_own:  # else a kill left its metrics alone
         folder.require_free()
     return request
-
-
-def _load(named: Path) -> Checkpoint:
-    try:
-        return load_sound(named, can_go_on)
-    except NoUsableCheckpoint as error:
-        raise NoUsableCheckpoint(f"{error} Give another checkpoint or the run's folder.") from error
 
 
 def left_out_trackers(saved: RunConfig, requested: RunConfig) -> list[str]:
@@ -254,8 +240,11 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
 def decided_before(resumption: Resumption, config: RunConfig) -> Decided:
     """The decisions in the checkpoint that a run does not make again. A branch in other recipes
     takes over only the recipes that no longer ship."""
-    decided = _decided_in(resumption.checkpoint.info)
-    if resumption.is_branch and resumption.changes_recipes(config):
+    decided, saved = _decided_in(resumption.checkpoint.info), resumption.saved
+    keys = ("recipe", "recipe_overrides", "phases")
+    differ = any(getattr(saved, key) != getattr(config, key) for key in keys)
+    uses_auto = "auto" in (config.recipe, *(phase.recipe for phase in config.phases))
+    if resumption.is_branch and (differ or uses_auto):  # auto chooses by machine
         return Decided(recipes=decided.recipes)
     return decided
 
@@ -292,10 +281,10 @@ def _is_in_fp8(plan: Mapping[str, Any]) -> bool:
 
 
 def restore(run: Run, resumption: Resumption) -> Run:
-    """Restore `run` from the checkpoint. Returns it with notes on what differs. Raises a UserError
-    if it is not the run that wrote the checkpoint."""
+    """Restore `run` from the checkpoint, without a change of files. Returns it with notes on what
+    differs. Raises a UserError if it is not the run that wrote the checkpoint."""
     checkpoint, config, saved = resumption.checkpoint, run.config, resumption.saved
-    identity, notes = _require_same_identity(run, resumption), list(resumption.notes)
+    identity, notes = _require_same_identity(run, resumption), list[str]()
     if checkpoint.step > config.steps:
         raise UserError(
             f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "
@@ -335,10 +324,6 @@ def restore(run: Run, resumption: Resumption) -> Run:
         )
     if config.profile and (config.profile_step or run.step + 1) <= run.step:
         notes.append(f"profile_step {config.profile_step} is done already: nothing is profiled")
-    if run.ranks.is_main and resumption.is_branch:
-        run.folder.take_over_metrics(resumption.path, run.step)
-    elif run.ranks.is_main:
-        run.folder.forget_after(run.step)
     return replace(run, notes=tuple(notes), resumed=info)
 
 

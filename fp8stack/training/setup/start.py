@@ -33,7 +33,7 @@ from fp8stack.training.setup.resume import (
     Request,
     config_to_begin_again,
     config_to_resume,
-    find_checkpoint,
+    find_resumption,
     find_run,
     left_out_trackers,
     refuse_differences,
@@ -105,7 +105,7 @@ def _find_beginning(
 ) -> Beginning:
     """Find the checkpoint to resume from, or a folder for a new run, and complete the
     configuration."""
-    resumption = None if request is None else find_checkpoint(request)
+    resumption = None if request is None else find_resumption(request)
     ranks.require_equal("checkpoint", "" if resumption is None else str(resumption.path))
     source, tokenizer_file, notes = None, None, []
     if resumption is not None:
@@ -187,23 +187,23 @@ def _folder_for(config: RunConfig, overwrite: bool) -> str:
 
 
 def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
-    """Lock the folder of `run`, restore the checkpoint, start trackers and write the run's files.
+    """Restore the checkpoint, lock the folder of `run`, start trackers and write the run's files.
     Returns the run with its notes."""
-    folder, is_main = run.folder, run.ranks.is_main
-    if is_main:
+    folder, resumption, notes = run.folder, beginning.resumption, [*beginning.notes, *run.notes]
+    if resumption is not None:
+        run = restore(run, resumption)
+        notes = [*resumption.notes, *run.notes, *notes]
+    elif note := preset_note(run.config):
+        notes.append(note)
+    if run.ranks.is_main:
         folder.claim()
-    notes = [*beginning.notes, *run.notes]
-    if beginning.resumption is not None:
-        run = restore(run, beginning.resumption)
-        notes = [*run.notes, *notes]
-    else:
-        notes += filter(None, [preset_note(run.config)])
-        if is_main and beginning.continues:
-            folder.forget_after(0)
-    if is_main:
+        if beginning.continues:
+            folder.forget_after(run.step)
+        elif resumption is not None:
+            folder.take_over_metrics(resumption.path, run.step)
         start_trackers(run.accelerator, folder.path, resumed=beginning.continues)
-        if overwrite:
-            notes += filter(None, [folder.remove()])
+        if overwrite and (removed := folder.remove()):
+            notes.append(removed)
         run = replace(run, config=folder.keep_files(_with_tokenizer(run)))
         write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
         folder.write_plan(run.plan_json())

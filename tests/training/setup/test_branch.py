@@ -89,7 +89,6 @@ def test_what_random_bits_were_drawn_goes_on_in_other_phases(tmp_path):
 CHANGES: list[tuple[str, str, dict[str, Any]]] = [
     ("delayed", "bf16", {}),
     ("fp32", "delayed", {}),
-    ("delayed", "current", {}),
     ("delayed", "delayed", {"recipe_overrides": {"history_length": 16}}),
     ("nvfp4", "mxfp8", {}),
     ("fp16", "bf16", {}),
@@ -144,8 +143,13 @@ def test_overrides_belong_to_the_recipe_that_they_were_given_for(tmp_path):
     assert SmallLoop(tmp_path / "b", "current", **flags).run.config.recipe_overrides == {}
     same_recipe = SmallLoop(tmp_path / "c", "delayed", **flags)
     assert same_recipe.run.config.recipe_overrides == {"history_length": 16}
-    more = SmallLoop(tmp_path / "d", "delayed", recipe_overrides={"margin": 1}, **flags)
-    assert more.run.config.recipe_overrides == {"history_length": 16, "margin": 1}
+    for step in (AT, AT + 1):  # and the same command goes on
+        more = SmallLoop(tmp_path / "d", "delayed", recipe_overrides={"margin": 1}, **flags)
+        assert more.run.config.recipe_overrides == {"history_length": 16, "margin": 1}
+        assert more.run.step == step
+        more.advance(1)
+        more.loop.stop()
+        more.run.folder.release()
 
 
 def test_the_learning_rate_may_change(tmp_path):
@@ -229,37 +233,39 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": 3}, "Cannot begin {new} with {at}: seed is 3 here and 0 in the checkpoint."),
     ({"optimizer": "sgd"}, "Cannot begin {new} with {at}: optimizer is 'sgd' here"),
     ({"width": 64}, "Cannot begin {new} with {at}: model.width is 64 here and 32"),
+    ({"data": "other.txt"}, "Cannot begin {new} with {at}: the data are not those that the run"),
     ({"steps": AT}, f"--steps {AT} leaves nothing to train: {{at}} has done {AT}. Give more."),
 ]
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in fp32 of the first steps."""
+    folder = tmp_path_factory.mktemp("short")
+    (folder / "other.txt").write_text("some other text\n" * 500)
+    trained(folder / "a", "fp32", steps=AT)
+    return folder / "a"
+
+
 @pytest.mark.parametrize(("flags", "text"), REFUSED)
-def test_what_must_not_change_is_refused(flags, text, tmp_path):
-    trained(tmp_path / "a", "fp32", steps=AT)
-    at, new = checkpoint(tmp_path / "a"), tmp_path / "new"
+def test_what_must_not_change_is_refused(flags, text, short, tmp_path, monkeypatch):
+    monkeypatch.chdir(short.parent)
+    at, new = checkpoint(short), tmp_path / "new"
     with pytest.raises(UserError) as refused:
         SmallLoop(new, "fp32", resume=at, **EVERY | flags)
     assert str(refused.value).startswith(text.format(new=new, at=at))
     assert not new.exists()
 
 
-def test_other_data_are_refused(tmp_path):
-    (tmp_path / "other.txt").write_text("some other text\n" * 500)
-    trained(tmp_path / "a", "fp32", steps=AT)
-    with pytest.raises(UserError, match="the data are not those that the run was trained on"):
-        SmallLoop(
-            tmp_path / "new", "fp32", resume=str(tmp_path / "a"),
-            **EVERY | {"data": str(tmp_path / "other.txt")},
-        )  # fmt: skip
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_folder_that_holds_a_run_is_refused(tmp_path):
-    trained(tmp_path / "a", "fp32", steps=AT)
-    trained(tmp_path / "b", "bf16", steps=AT)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_folder_that_holds_another_run_is_refused(restarts, short, tmp_path, monkeypatch):
+    """Also by a process that torchrun started again."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    trained(tmp_path / "b", "fp32", seed=3, steps=AT)
     before = contents(tmp_path / "b")
-    with pytest.raises(UserError, match="b holds a run already"):
-        SmallLoop(tmp_path / "b", "fp32", resume=str(tmp_path / "a"), **EVERY)
+    for flags in ({}, {"seed": 3}):
+        with pytest.raises(UserError, match="b holds a run already"):
+            SmallLoop(tmp_path / "b", "fp32", resume=str(short), **EVERY | flags)
     assert contents(tmp_path / "b") == before
 
 
@@ -283,20 +289,6 @@ def test_a_run_without_phases_that_were_judged_is_not_judged_as_it_begins(tmp_pa
     assert (rows[AT], rows[AT + 1]) == ("bf16", "mxfp4-emulated")
 
 
-def test_a_restarted_process_leaves_other_runs_alone(tmp_path, monkeypatch):
-    trained(tmp_path / "a", "fp32")
-    trained(tmp_path / "b", "fp32", seed=3)
-    before = contents(tmp_path / "b")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for flags in ({}, {"seed": 3}):
-        with pytest.raises(UserError, match=r"b holds a run already|seed"):
-            SmallLoop(
-                tmp_path / "b", "fp32", resume=str(tmp_path / "a"),
-                **EVERY | {"steps": STEPS + 2} | flags,
-            )  # fmt: skip
-    assert contents(tmp_path / "b") == before
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_the_same_command_goes_on_with_it(named, tmp_path):
     uninterrupted = trained(tmp_path / "a", "fp32")
@@ -316,18 +308,6 @@ def test_the_same_command_goes_on_with_it(named, tmp_path):
     assert len(branch_events(tmp_path / "b")) == 1
     done = SmallLoop(tmp_path / "b", "current", **flags)
     assert (done.run.step, uninterrupted.run.step) == (STEPS + 4, STEPS)
-
-
-def test_the_same_command_goes_on_with_its_overrides(tmp_path):
-    trained(tmp_path / "a", "delayed", steps=AT, recipe_overrides={"history_length": 16})
-    flags = EVERY | {"resume": str(tmp_path / "a"), "recipe_overrides": {"margin": 1}}
-    for _ in range(2):
-        loop = SmallLoop(tmp_path / "b", "delayed", **flags)
-        assert loop.run.config.recipe_overrides == {"history_length": 16, "margin": 1}
-        loop.advance(1)
-        loop.loop.stop()
-        loop.run.folder.release()
-    assert loop.run.step == AT + 2
 
 
 def test_phases_that_the_quality_guard_ended_begin_again_without_it(tmp_path):
