@@ -210,11 +210,16 @@ def config_to_begin_again(folder: RunFolder, requested: RunConfig) -> RunConfig:
 def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     """The saved configuration with the current flags. Raises a UserError if a flag changes
     something that the run's losses depend on."""
-    saved = resumption.saved
-    is_new_recipe = requested.given.get("recipe", saved.recipe) != saved.recipe
-    new = resumption.is_branch and is_new_recipe
-    config = _over_saved(saved, requested, **({"recipe_overrides": {}} if new else {}))
-    config = config.model_copy(update={"init_from": saved.init_from})
+    saved, fresh = resumption.saved, dict[str, Any]()
+    if resumption.is_branch and requested.given.get("recipe", saved.recipe) != saved.recipe:
+        fresh["recipe_overrides"] = {}
+    name, saved_name = (presets.label(keys.model) for keys in (requested, saved))
+    is_other_model = "model" in requested.given and name != saved_name
+    if is_other_model:
+        fresh["model_overrides"] = {}
+    config = _over_saved(saved, requested, **fresh).model_copy(
+        update={"init_from": saved.init_from}
+    )
     fixed = set(RunConfig.model_fields) - resumption.may_change
     before, now = (
         # The contents of recipe files are compared later.
@@ -224,9 +229,8 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     refuse_differences(resumption, list(differences(before, now)))
     shape = load_config(config.model, config.model_overrides).model_dump(mode="json")
     changes = list(differences(resumption.checkpoint.info["identity"]["model"], shape, "model."))
-    names = [presets.label(keys.model) for keys in (saved, config)]
-    if changes and names[0] != names[1]:
-        changes = [f"model is '{names[1]}' here and '{names[0]}' in the checkpoint"]
+    if changes and is_other_model:
+        changes = list(differences({"model": saved_name}, {"model": name}))
     refuse_differences(resumption, changes)
     done = resumption.checkpoint.step
     if resumption.is_branch and config.steps <= done:
