@@ -32,6 +32,7 @@ from fp8stack.planning.run_config import (
     TRACKERS,
     RunConfig,
     parse_config,
+    to_toml,
     with_files,
 )
 from fp8stack.training.checkpoint import writer
@@ -247,6 +248,10 @@ class RunFolder:
             return os.path.relpath(path, home) if path.startswith(home + os.sep) else path
 
         return with_files(config, inside)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Save the configuration as `run.toml`, which repeats the run."""
+        write_atomically(self.config, to_toml(self.portable(config)).encode())
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""

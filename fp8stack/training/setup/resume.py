@@ -39,7 +39,7 @@ from fp8stack.training.checkpoint.validation import (
     load_sound,
     newest_sound,
 )
-from fp8stack.training.load import emulation_dtype
+from fp8stack.training.load import emulation_dtype, own_tokenizer
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import ANY, Decided, without_folder
@@ -60,11 +60,6 @@ class Request:
         """Whether a new run begins with the checkpoint."""
         return self.folder.path.resolve() != self.run.path.resolve()
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint, sound or not."""
-        return self.named is not None or bool(candidates(self.run.checkpoints))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
@@ -77,11 +72,6 @@ class Resumption:
     path: Path  # the checkpoint's
     is_branch: bool
     notes: tuple[str, ...]
-
-    @property
-    def tokenizer(self) -> Path:
-        """The path of the `tokenizer.json` of the run that wrote the checkpoint."""
-        return RunFolder(self.path.parent.parent).tokenizer
 
     @property
     def may_change(self) -> frozenset[str]:
@@ -128,7 +118,7 @@ def find_resumption(request: Request) -> Resumption | None:
     request.folder.require_idle()
     request = _unless_begun(request)
     run, folder, named = request.run, request.folder, request.named
-    if not request.has_checkpoint:
+    if named is None and not candidates(run.checkpoints):
         if request.is_branch:
             raise UserError(f"{run.path} has no checkpoint yet to begin {folder.path} with.")
         if (origin := run.origin) is not None:
@@ -211,6 +201,7 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     """The saved configuration with the current flags. Raises a UserError if a flag changes
     something that the run's losses depend on."""
     saved, fresh = resumption.saved, dict[str, Any]()
+    requested = _with_saved_files(requested, saved)
     if resumption.is_branch and requested.given.get("recipe", saved.recipe) != saved.recipe:
         fresh["recipe_overrides"] = {}
     name, saved_name = (presets.label(keys.model) for keys in (requested, saved))
@@ -221,11 +212,7 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
         update={"init_from": saved.init_from}
     )
     fixed = set(RunConfig.model_fields) - resumption.may_change
-    before, now = (
-        # The contents of recipe files are compared later.
-        with_files(keys, os.path.basename).model_dump(include=fixed)
-        for keys in (saved, config)
-    )
+    before, now = (keys.model_dump(include=fixed) for keys in (saved, config))
     refuse_differences(resumption, list(differences(before, now)))
     shape = load_config(config.model, config.model_overrides).model_dump(mode="json")
     changes = list(differences(resumption.checkpoint.info["identity"]["model"], shape, "model."))
@@ -239,6 +226,30 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
             "Give more."
         )
     return config
+
+
+def _with_saved_files(requested: RunConfig, saved: RunConfig) -> RunConfig:
+    """`requested` with the paths of the run's copies for files of the same contents."""
+
+    def read(path: str) -> bytes:
+        with suppress(OSError):
+            return Path(path).read_bytes()
+        return path.encode()
+
+    copies: dict[bytes, str] = {}
+    with_files(saved, lambda path: copies.setdefault(read(path), path))
+    return with_files(requested, lambda path: copies.get(read(path), path))
+
+
+def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | None:
+    """The run's `tokenizer.json`, if it has one. Raises a UserError if it differs from the
+    tokenizer that the checkpoint records, unless `config` names another file."""
+    file = RunFolder(resumption.path.parent.parent).tokenizer
+    names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
+    recorded = recorded_tokenizer(resumption.checkpoint.info)
+    if recorded is not None and (names_file or (config.tokenizer is None and file.is_file())):
+        own_tokenizer(file, recorded)
+    return file if file.is_file() else None
 
 
 def decided_before(resumption: Resumption, config: RunConfig) -> Decided:
@@ -326,6 +337,9 @@ def restore(run: Run, resumption: Resumption) -> Run:
             f"guard.quality ended the phases after step {phases['ended_at']}: the run goes on in "
             "fp32"
         )
+    file = run.folder.tokenizer
+    if not resumption.is_branch and run.data.tokenizer is not None and not file.is_file():
+        notes.append(f"{file} was missing: it is written again")
     if config.profile and (config.profile_step or run.step + 1) <= run.step:
         notes.append(f"profile_step {config.profile_step} is done already: nothing is profiled")
     return replace(run, notes=tuple(notes), resumed=info)

@@ -8,7 +8,7 @@ from typing import Any
 from fp8stack import data
 from fp8stack.common.errors import UnservedAttention, UserError
 from fp8stack.common.hub import path_in, repository_in
-from fp8stack.common.io import absolute_path, write_atomically
+from fp8stack.common.io import absolute_path
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import NAMED, save_tokenizer
 from fp8stack.planning.run_config import (
@@ -16,7 +16,6 @@ from fp8stack.planning.run_config import (
     for_ranks,
     parse_config,
     preset_note,
-    to_toml,
     with_files,
 )
 from fp8stack.precision import probe
@@ -38,6 +37,7 @@ from fp8stack.training.setup.resume import (
     left_out_trackers,
     refuse_differences,
     restore,
+    tokenizer_to_resume,
     with_saved_machine,
 )
 from fp8stack.training.threads import use_threads
@@ -109,11 +109,12 @@ def _find_beginning(
     ranks.require_equal("checkpoint", "" if resumption is None else str(resumption.path))
     source, tokenizer_file, notes = None, None, []
     if resumption is not None:
-        folder, tokenizer_file = resumption.folder, resumption.tokenizer
+        folder = resumption.folder
         notes = left_out_trackers(resumption.saved, config)
         if config.init_from:
             notes.append("--init-from is not read: the run has a checkpoint")
         config = config_to_resume(resumption, config)
+        tokenizer_file = tokenizer_to_resume(resumption, config)
     elif request is not None:
         folder = request.folder
         notes = [f"{folder.path} has no checkpoint yet: starting again from step 1"]
@@ -205,7 +206,7 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
         if overwrite and (removed := folder.remove()):
             notes.append(removed)
         run = replace(run, config=folder.keep_files(_with_tokenizer(run)))
-        write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
+        folder.write_config(run.config)
         folder.write_plan(run.plan_json())
         if run.data.tokenizer is not None:
             save_tokenizer(run.data.tokenizer, folder.path)

@@ -201,7 +201,7 @@ def test_its_first_checkpoint_is_its_own(tmp_path):
     ("when", "place"),
     [
         ("take_over_metrics", RunFolder),
-        ("to_toml", start),
+        ("write_config", RunFolder),
         ("save_tokenizer", start),
         ("save", Saver),
     ],
