@@ -335,6 +335,24 @@ def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
         return True
 
 
+@contextmanager
+def claimed(folder: Path, busy: str) -> Iterator[None]:
+    """Create a folder, and lock it during the context. Raises a UserError with the message `busy`
+    if another process holds the lock, a StorageError if the folder cannot be created."""
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:  # Windows, where a folder cannot be opened
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not lock(descriptor):
+            raise UserError(busy)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_held(path: Path) -> bool:
     """Whether a process holds the file at `path`; see `lock`."""
     try:
