@@ -281,24 +281,17 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
 
 
 def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
-    """Yield the casts of attention in FP8: of its operands, in blocks along a head's elements and
-    along tokens if there are two copies, and within the kernel, from float32."""
-    kind, inputs = FP8_ATTENTION[plan.recipe.attention], ["queries", "keys", "values"]
-    by_slot = {"S": ["softmax"], "O": ["output"], "dP": [f"softmax{GRADIENT}"]}
-    by_slot["dQKV"] = [f"{name}{GRADIENT}" for name in inputs]
-    copies = ("", ", along tokens")[: kind.copies]
-    operands = [*inputs, f"output{GRADIENT}"]
-    casts = [(f"{name}{copy}", plan.attention) for name in operands for copy in copies]
-    casts += [(name, "fp32") for slot in kind.slots for name in by_slot.get(slot, ())]
-    for name, source in sorted(casts, key=lambda cast: GRADIENT in cast[0]):
-        back = GRADIENT in name
-        yield Cast(
-            path=path,
-            what=name,
-            source=source,
-            target=kind.gradient_format if back else "e4m3",
-            runs="backward" if back else "forward",
-        )
+    """Yield the casts of the operands of attention in FP8; its kernel casts more within."""
+    kind = FP8_ATTENTION[plan.recipe.attention]
+    for name in ("queries", "keys", "values"):
+        yield Cast(path=path, what=name, source=plan.attention, target="e4m3")
+    yield Cast(
+        path=path,
+        what=f"output{GRADIENT}",
+        source=plan.attention,
+        target=kind.gradient_format,
+        runs="backward",
+    )
 
 
 def _forth_and_back(step: TracedStep) -> Iterator[Cast]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.model.mixture import MixtureMLP
-from fp8stack.precision import Plan
+from fp8stack.planning.planned_layers import PlannedLinear
 
 _ATEN: Any = torch.ops.aten
 _OPERATIONS = {"": "positions", "attention": "rope"}
@@ -47,10 +47,10 @@ class TracedStep:
     back: bool = False
 
 
-def merged_steps(steps: Iterable[TracedStep | None]) -> list[TracedStep]:
+def merged_steps(steps: Iterable[TracedStep]) -> list[TracedStep]:
     """The steps of operators, in order: operators of one step of a module are merged into one."""
     merged: dict[object, TracedStep] = {}
-    for step in filter(None, steps):
+    for step in steps:
         key = step if step.name == "cast" else (step.path, step.name)
         before = merged.get(key, step).operands
         operands = tuple(dict.fromkeys((*before, *step.operands)))
@@ -97,7 +97,6 @@ def step_of(
     func: Any,
     path: str,
     module: nn.Module,
-    plan: Plan,
     inputs: list[Tensor],
     output: Tensor,
     name: str,
@@ -108,7 +107,6 @@ def step_of(
         func: the operator.
         path: of the module.
         module: the innermost module that runs the operator.
-        plan: with the model's layers.
         inputs: of the operator, at least one of them of floating point.
         output: the first one of the operator.
         name: of the tensor that it casts, if it is a cast.
@@ -116,26 +114,27 @@ def step_of(
     Returns:
         None for casts within a GEMM or within Transformer Engine, and for casts to the same dtype.
     """
-    is_linear = isinstance(module, (nn.Linear, GroupedLinear))
+    is_linear = isinstance(module, nn.Linear | GroupedLinear | PlannedLinear)
     operands = [x for x in inputs if x.is_floating_point()]
     dtypes = tuple(dict.fromkeys(map(_dtype_name, operands)))
     if func is not _ATEN._to_copy.default:
         if is_linear:
             return TracedStep(path=path, name="linear")
         operation = _operation_of(path)
-        if isinstance(module, MixtureMLP):
+        if getattr(module, "is_fused", False):
+            operation = "fused norm"
+        elif isinstance(module, MixtureMLP):
             operation = "dispatch" if func is _ATEN.index_select.default else "routing"
         elif path == "" and output.ndim < 2:  # the losses of routers join the loss
             path = operation = "loss"
         return TracedStep(path=path, name=operation, operands=dtypes, output=_dtype_name(output))
     back = torch.is_grad_enabled() and operands[0].requires_grad
     if is_linear:
-        layer, name = plan.layer(path), "input"
+        name = "input"
         if isinstance(operands[0], nn.Parameter):
-            of_weight = 3 if isinstance(module, GroupedLinear) else 2
-            name = "weight" if operands[0].ndim == of_weight else "bias"
+            name = "weight" if operands[0].ndim == module.weight.ndim else "bias"
         # Outside of autograd a quantized GEMM casts its operands itself, except the bias.
-        if (layer.fp8 and plan.backend_of(layer) == "te") or not (back or name == "bias"):
+        if not (back or name == "bias"):
             return None
     if dtypes == (_dtype_name(output),):
         return None
