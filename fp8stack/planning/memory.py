@@ -76,10 +76,9 @@ class Estimate:
     Attributes:
         gradients_stay: whether gradients exist during a forward pass, as they do from a step's
             second micro-batch on, and always with DDP's buckets.
-        head_gradient: the gradient that a backward pass computes first.
-        late_gradients: the gradients that it computes last, of the first block and an untied
-            embedding.
         first_block: saved by the first block until the end of the backward pass.
+        late_gradients: the gradients that a backward pass computes last, of the first block and an
+            untied embedding.
         loss_workspace: temporary memory of the loss.
         block_workspace: temporary memory of a block's backward pass, including, with checkpointing,
             what the block recomputes.
@@ -95,9 +94,8 @@ class Estimate:
     activations: int
     loss: int
     gradients_stay: bool
-    head_gradient: int
-    late_gradients: int
     first_block: int
+    late_gradients: int
     loss_workspace: int
     block_workspace: int
 
@@ -130,14 +128,13 @@ class Estimate:
         """The peak of a step after the first.
 
         A backward pass frees what was saved while it makes gradients, block by block, so the most
-        is at the loss, or in the last block, or in the first one, or with all gradients.
+        is at the loss, or in the last block, or in the first one.
         """
-        at_loss = self.saved + self.loss_workspace
-        in_last = self.saved - self.loss + max(self.head_gradient, self.block_workspace)
-        if self.gradients_stay:
-            return self.lasting + self.gradients + max(at_loss, in_last)
-        in_last = self.saved - self.loss + self.head_gradient + self.block_workspace
-        in_first = self.first_block + self.block_workspace + self.gradients - self.late_gradients
+        earlier = self.gradients if self.gradients_stay else 0
+        at_loss = self.saved + self.loss_workspace + earlier
+        in_last = self.saved - self.loss + self.block_workspace + earlier
+        in_first = self.first_block + self.block_workspace
+        in_first += self.gradients - (0 if self.gradients_stay else self.late_gradients)
         return self.lasting + max(at_loss, in_last, in_first, self.gradients)
 
 
@@ -169,8 +166,8 @@ def estimate(setting: Setting) -> Estimate:
         for place, kind in enumerate(traced.kinds)
         for index in kind
     }
-    first_block = {name: shape for name, shape in shards.items() if name.startswith("blocks.0.")}
-    embedding = float_bytes({"": shards["embedding.weight"]})
+    late = ("blocks.0.",) if config.tied else ("blocks.0.", "embedding.")
+    last_gradients = {name: shape for name, shape in shards.items() if name.startswith(late)}
     return Estimate(
         parameters=parameters,
         gradients=parameters,
@@ -182,9 +179,8 @@ def estimate(setting: Setting) -> Estimate:
         activations=sum(block.activations for block in blocks.values()) + traced.saved[""],
         loss=traced.saved["loss"],
         gradients_stay=setting.micro_batches > 1 or setting.ranks > 1,
-        head_gradient=embedding,  # of the same shape
-        late_gradients=float_bytes(first_block) + (0 if config.tied else embedding),
         first_block=blocks[0].activations + blocks[0].weight_copies,
+        late_gradients=float_bytes(last_gradients),
         loss_workspace=_loss_workspace(setting),
         block_workspace=max(block.recomputed for block in blocks.values())
         + _block_workspace(setting),
@@ -254,8 +250,6 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
         for _ in range(layer.groups or 1)
         if quantizer.delayed
     ]
-    slots = plan.recipe.attention_slots.values()
-    lengths += config.layers * [quantizer.history_length for quantizer in slots]
     total = FLOAT * len(lengths) * max(lengths, default=0)
     if config.positions == "rope":
         total += 2 * FLOAT * config.context * config.head_dim

@@ -12,16 +12,9 @@ from typing import Any, Literal, TypeVar
 from fp8stack.common.formats import ELEMENT_FORMATS
 from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.operations import (
-    GRADIENT,
-    IN_COMPUTE_DTYPE,
-    IN_FP32,
-    Cast,
-    Operation,
-    casts_of,
-    operations_of,
-)
+from fp8stack.planning.operations import IN_COMPUTE_DTYPE, IN_FP32, casts_of, operations_of
 from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.steps import GRADIENT, Cast, Operation
 from fp8stack.planning.tensor_core_sizes import size_notes
 from fp8stack.precision import Plan
 

@@ -60,22 +60,17 @@ def weight_bytes(plan: Plan, layer: LayerPlan) -> tuple[int, int]:
         dtype = DTYPES[plan.compute_dtype]
         in_float32 = layer.precision in ("fp32", "tf32") or dtype == torch.float32
         return 0, 0 if in_float32 else elements * dtype.itemsize
-    rowwise, columnwise = (
-        # Float32 values without a quantizer are the parameter itself.
-        0
-        if size == 4 * shape[0] * shape[1] and layer.quantizers.values(gemm)[1] is None
-        else matrices * size
-        for gemm, size in (
-            ("fprop", operand_bytes(plan, layer, "fprop", *shape)),
-            ("dgrad", operand_bytes(plan, layer, "dgrad", *shape[::-1])),
-        )
-    )
+    sizes = {
+        "fprop": operand_bytes(plan, layer, "fprop", *shape),
+        "dgrad": operand_bytes(plan, layer, "dgrad", *shape[::-1]),
+    }
+    for gemm in sizes:
+        is_parameter = layer.quantizers.values(gemm)[1] is None
+        if is_parameter and held_dtype(plan, layer) == torch.float32:
+            sizes[gemm] = 0  # the parameter itself
     if plan.backend_of(layer) == "emulate":
-        return 0, columnwise
-    is_one_copy = {"fprop", "dgrad"} <= {*layer.plain_gemms}
-    if is_one_copy and layer.quantizers.reuses_rowwise("weight"):
-        columnwise = 0
-    return rowwise + columnwise, 0
+        return 0, matrices * sizes["dgrad"]
+    return matrices * sum(sizes.values()), 0
 
 
 class Operation(torch.autograd.Function):

@@ -1,28 +1,21 @@
 """The GPT that the roofline traces: on tensors without memory, with the layers of its plan.
 
-Where a GPU differs from torch's behaviour on such tensors, this file follows the sources of torch
-and Transformer Engine: attention, dropout and RMSNorm are fused kernels, and Transformer Engine
-casts and multiplies as torch's scaled GEMMs do, NVFP4 in half the bytes.
+Transformer Engine casts and multiplies as torch's scaled GEMMs do, NVFP4 in half the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fp8stack.common.quantizer_table import OPERANDS, Quantizers
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.delayed import Slot
 from fp8stack.layers.grouped import GroupedSize
-from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.linear import QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
@@ -30,36 +23,6 @@ from fp8stack.layers.torch import TorchBackend, TorchOperand
 from fp8stack.precision import Plan
 from fp8stack.precision.native_gemms import kernel_of
 from fp8stack.precision.plan import LayerPlan
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Create tensors without memory, and take the paths of a GPU."""
-    functions = {
-        F.dropout: _fused_dropout,
-        F.rms_norm: _fused_rms_norm,
-        F.scaled_dot_product_attention: fused_attention,
-    }
-    with Replaced(functions), torch.device("meta"):
-        yield
-
-
-class Replaced(TorchFunctionMode):
-    """Runs other functions in place of some of torch's."""
-
-    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
-        super().__init__()
-        self._functions = functions
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._functions.get(func, func)(*args, **(kwargs or {}))
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Replaces `scaled_dot_product_attention` by one operator."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
-    return y
 
 
 def backend_of(plan: Plan) -> Backend:
@@ -189,15 +152,6 @@ def _register_hooks(backend: TorchBackend, model: nn.Module) -> None:
     """See `Backend.register_hooks`; weights of groups are cached too."""
     TorchBackend.register_hooks(backend, model)
     backend._layers += [x for x in model.modules() if isinstance(x, GroupedByTE)]
-
-
-def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, training)[0] if p and training else x
-
-
-def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-    y: Tensor = _Normalize.apply(x, x, weight, eps)  # type: ignore[no-untyped-call]
-    return y
 
 
 def _any_gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, **options: Any) -> Tensor:

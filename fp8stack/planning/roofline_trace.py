@@ -9,22 +9,29 @@ gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.layers.activation_checkpoint import GEMMS
 from fp8stack.model import gpt
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.roofline_model import backend_of, without_memory
-from fp8stack.planning.trace import requires_64_bits, with_blocks
+from fp8stack.planning.roofline_model import backend_of
+from fp8stack.planning.trace import (
+    Replaced,
+    Tracer,
+    fused_attention,
+    kernels_of,
+    requires_64_bits,
+    storage_of,
+    with_blocks,
+)
 from fp8stack.precision import Plan
 
 Rate = Literal["half", "fp8", "fp4", "attention", "fp8_attention"]
@@ -90,7 +97,7 @@ class OperatorTrace:
     lasting: Set[int]
 
 
-class OperatorTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorTracer(Tracer):
     """Records the operators of a model's passes.
 
     Attributes:
@@ -99,42 +106,28 @@ class OperatorTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: gpt.GPT, plan: Plan) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(model)
         self.operators: list[Operator] = []
         self.values: list[int] = []
-        self._model, self._plan = model, plan
-        self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-        # Running modules, and autograd's number at entry.
-        self._stack: list[tuple[nn.Module, int]] = [(model, 0)]
+        self._plan = plan
+        self._entries: list[int] = []  # autograd's number at the entry of each running module
         self._ranges: list[tuple[int, int, str]] = []  # first and last autograd number, module path
-        self._storages: list[Any] = []  # kept alive, so that their addresses are not reused
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
         self._row_gradients: set[int] = set()  # the gradients of embedding tables
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record all passes within the context."""
-        self._model._rotation(self._model.embedding.weight.device)  # computes RoPE's tables first
-        with ExitStack() as stack:
-            for module in self._model.modules():
-                stack.enter_context(module.register_forward_pre_hook(self._before_forward))
-                stack.enter_context(module.register_forward_hook(self._after_forward))
-            with self:
-                yield
-
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._stack.append((module, _AUTOGRAD._get_sequence_nr()))
+        super()._before_forward(module, args)
+        self._entries.append(_AUTOGRAD._get_sequence_nr())
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        _, first = self._stack.pop()
-        self._ranges.append((first, _AUTOGRAD._get_sequence_nr(), self._paths[module]))
+        self._ranges.append((self._entries.pop(), _AUTOGRAD._get_sequence_nr(), self._path))
+        super()._after_forward(module, args, output)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self._storages += [x.untyped_storage() for x in outputs]
         inputs, outputs = _without_tokens(inputs), _without_tokens(outputs)
         name = str(func._schema.name)
         if func.is_view or not outputs:
@@ -142,11 +135,11 @@ class OperatorTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.rpartition(":")[2].startswith(_CONSTANTS) or not any(
             map(self.value_numbers, inputs)
         ):
-            self._values_of |= {_storage(x): () for x in outputs}
+            self._values_of |= {storage_of(x): () for x in outputs}
         elif self._only_moves(name, inputs, outputs[0]):
             sources = inputs[1:] if name == "aten::copy_" else inputs
             numbers = [number for x in sources for number in self.value_numbers(x)]
-            self._values_of[_storage(outputs[0])] = tuple(dict.fromkeys(numbers))
+            self._values_of[storage_of(outputs[0])] = tuple(dict.fromkeys(numbers))
         else:
             self.operators.append(self._operator(func, name, inputs, outputs))
         return out
@@ -206,7 +199,7 @@ class OperatorTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _path_of(self, node: Any) -> str:
         if node is None:
-            return self._paths[self._stack[-1][0]]
+            return self._path
         number = node._sequence_nr()
         modules = [(last - first, x) for first, last, x in self._ranges if first <= number < last]
         return min(modules, default=(0, ""))[1]  # the innermost
@@ -221,15 +214,15 @@ class OperatorTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def value_numbers(self, x: Tensor) -> tuple[int, ...]:
         """The numbers of the values that reading a tensor reads."""
-        if _storage(x) not in self._values_of:  # an input of the model
+        if storage_of(x) not in self._values_of:  # an input of the model
             self._storages.append(x.untyped_storage())
             self._add_value(x)
-        return self._values_of[_storage(x)]
+        return self._values_of[storage_of(x)]
 
     def _add_value(self, x: Tensor) -> int:
         """Add a value that a tensor's storage contains from now on. Returns its number."""
         number = self._new_number(x.untyped_storage().nbytes())
-        self._values_of[_storage(x)] = (number,)
+        self._values_of[storage_of(x)] = (number,)
         return number
 
     def _new_number(self, size: int) -> int:
@@ -240,12 +233,6 @@ class OperatorTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _without_tokens(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors except tokens and masks."""
     return [x for x in tensors if x.dtype not in (torch.int64, torch.bool)]
-
-
-def _storage(x: Tensor) -> int:
-    """The address of a tensor's storage."""
-    address: int = x.untyped_storage()._cdata
-    return address
 
 
 @lru_cache(maxsize=128)
@@ -269,12 +256,13 @@ def trace_operators(
         backward: whether to run the backward pass too.
     """
     small_config, small_plan = with_blocks(config, plan, blocks, context)
-    with without_memory(), requires_64_bits(config, sequences, context):
+    fused = {F.scaled_dot_product_attention: fused_attention}
+    with torch.device("meta"), requires_64_bits(config, sequences, context):
         model = gpt.GPT(small_config, backend_of(small_plan), seed=None)
         model.loss.chunk_rows = sequences * context
         tracer = OperatorTracer(model, small_plan)
         tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
-        with tracer.recording():
+        with Replaced(kernels_of(config, plan) | fused), tracer.recording():
             loss = model(tokens[:, :-1], tokens[:, 1:])
             if backward:
                 loss.backward()

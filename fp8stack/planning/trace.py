@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,10 +31,9 @@ from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.model import gpt
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.planned_layers import Operation, PlannedBackend
-from fp8stack.planning.steps import TensorNames, TracedStep, merged_steps, step_of
+from fp8stack.planning.planned_layers import PlannedBackend
+from fp8stack.planning.steps import Operation, Step, TensorNames, merged_steps, steps_of
 from fp8stack.precision import LayerPlan, Plan
-from fp8stack.precision.fp8_attention import FP8_ATTENTION
 
 _NO_CONTEXT: Any = None
 # Operators that compute nothing from their inputs.
@@ -56,11 +55,11 @@ class Trace:
     """
 
     kinds: tuple[tuple[int, ...], ...]
-    steps: list[TracedStep]
+    steps: list[Step]
     saved: Counter[str]
     selective: Counter[str]
 
-    def all_steps(self) -> Iterator[TracedStep]:
+    def all_steps(self) -> Iterator[Step]:
         """Yield the steps of the forward pass of a model with all planned blocks, in order."""
         in_blocks = [at for at, step in enumerate(self.steps) if step.path.startswith("blocks.")]
         first, last = in_blocks[0], in_blocks[-1] + 1
@@ -100,9 +99,9 @@ def trace(config: GPTConfig, plan: Plan, sequences: int, context: int) -> Trace:
         model = gpt.GPT(small_config, PlannedBackend(small_plan), seed=None)
         # Two chunks of a loss save as much as many.
         model.loss.chunk_rows = chunk if rows <= chunk else -(-rows // 256) * 128
-        tracer = Tracer(model, small_plan)
+        tracer = Tracer(model)
         tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
-        with _Replaced(_kernels_of(config, plan)), tracer.recording():
+        with Replaced(kernels_of(config, plan)), tracer.recording():
             loss = model(tokens[:, :-1], tokens[:, 1:])  # its graph holds what is saved
             saved = tracer.saved()
         del loss
@@ -162,7 +161,7 @@ def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
 # The kernels of the plan's device
 
 
-class _Replaced(TorchFunctionMode):
+class Replaced(TorchFunctionMode):
     """Runs other functions in place of some of torch's."""
 
     def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
@@ -173,7 +172,7 @@ class _Replaced(TorchFunctionMode):
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
-def _kernels_of(config: GPTConfig, plan: Plan) -> dict[Any, Callable[..., Tensor]]:
+def kernels_of(config: GPTConfig, plan: Plan) -> dict[Any, Callable[..., Tensor]]:
     """Functions in place of torch's whose kernels on the plan's device save other tensors than
     meta's. Attention is one kernel, except on a CPU with dropout and on a GPU for grouped queries
     in float32."""
@@ -183,10 +182,8 @@ def _kernels_of(config: GPTConfig, plan: Plan) -> dict[Any, Callable[..., Tensor
         kernels[F.dropout] = _dropout
         grouped = config.query_groups != config.heads
         is_composed = grouped and DTYPES[plan.attention].itemsize == 4
-    if plan.recipe.fp8_attention:
-        kernels[F.scaled_dot_product_attention] = partial(_fp8_attention, plan)
-    elif not is_composed:
-        kernels[F.scaled_dot_product_attention] = _attention
+    if not is_composed:
+        kernels[F.scaled_dot_product_attention] = fused_attention
     return kernels
 
 
@@ -200,20 +197,10 @@ def _dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tens
     return torch.native_dropout(x, p, training)[0] if p and training else x
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention in one operator."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
-    return y
-
-
-def _fp8_attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Transformer Engine's attention, which saves its casts and its output."""
-    kind = FP8_ATTENTION[plan.recipe.attention]
-    size = kind.copies * (q.numel() + k.numel() + v.numel())
-    size += q.numel() * (1 if kind.keeps_fp8_output else q.itemsize)
-    run = partial(_attention, **options)
-    saved = q.new_empty(size, dtype=torch.uint8)
-    y: Tensor = Operation.apply(run, saved, q, k, v)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -229,20 +216,16 @@ class _Packed:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of a model's forward passes, and the tensors saved for the backward pass.
 
-    Args:
-        model: the model, whose layers are planned in `plan`.
-        plan: the plan of the model's layers.
-
     Attributes:
         steps: the step of each recorded operator, in order.
         selective: see `Trace`.
     """
 
-    def __init__(self, model: gpt.GPT, plan: Plan) -> None:
+    def __init__(self, model: gpt.GPT) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[TracedStep] = []
+        self.steps: list[Step] = []
         self.selective = Counter[str]()
-        self._model, self._plan = model, plan
+        self._model = model
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
         self._stack: list[nn.Module] = [model]  # running modules
         self._in_attention = False
@@ -258,7 +241,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in self._model.modules():
                 stack.enter_context(module.register_forward_pre_hook(self._before_forward))
                 stack.enter_context(module.register_forward_hook(self._after_forward))
-            attention = _Replaced({F.scaled_dot_product_attention: self._attention})
+            attention = Replaced({F.scaled_dot_product_attention: self._attention})
             saves = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x.tensor)
             with attention, saves, self:
                 yield
@@ -266,11 +249,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def saved(self) -> Counter[str]:
         """The bytes that are saved for the backward pass, by section, without parameters. Call it
         while the loss, and so the graph, exists."""
-        counted = {_storage(x) for x in self._model.parameters()}
-        counted |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
+        counted = {storage_of(x) for x in self._model.parameters()}
+        counted |= {storage_of(x) for pair in self._model._rotations.values() for x in pair}
         sizes = Counter[str]()
         for packed in filter(None, (reference() for reference in self._packed)):
-            storage = _storage(packed.tensor)
+            storage = storage_of(packed.tensor)
             if storage not in counted:
                 counted.add(storage)
                 sizes[packed.section] += packed.tensor.untyped_storage().nbytes()
@@ -314,21 +297,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         of_backward = torch._C._current_autograd_node() is not None
         if func.is_view or of_backward or name in _COPIES or name.startswith(_CONSTANTS):
             return out
-        by_te = self._in_attention and self._plan.recipe.fp8_attention
-        by_te = by_te or getattr(module, "by_te", False)
-        if policy(_NO_CONTEXT, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE and not by_te:
+        is_saved = policy(_NO_CONTEXT, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+        if is_saved and not getattr(module, "by_te", False):
             self.selective[section_of(path)] += sum(x.nbytes for x in outputs)
         outputs = [x for x in outputs if x.is_floating_point()]
         if not outputs or not any(x.is_floating_point() for x in inputs):
             return out
         if self._in_attention:
-            self.steps.append(TracedStep(path=path, name="attention"))
-        elif step := step_of(func, path, module, inputs, outputs[0], tensor_name):
-            self.steps.append(step)
+            self.steps.append(Operation(path=path, name="attention", operands=(), output=""))
+        else:
+            self.steps += steps_of(func, path, module, inputs, outputs[0], tensor_name)
         return out
 
 
-def _storage(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
     """The address of a tensor's storage."""
     address: int = x.untyped_storage()._cdata
     return address

@@ -457,8 +457,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused):
 
 # GPUs that are not here
 
-SMALL: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
-
 
 def on(gpu: Hardware, config: GPTConfig, recipe: str, tokens: int, **keys: Any) -> Setting:
     """One sequence of a micro-batch on a GPU."""
@@ -491,25 +489,3 @@ def test_quantized_operands_take_their_bits_and_scales(recipe, has_te, size):
         inputs -= 2 * 2 * config.width * config.layers
     more = memory.activations - in_bf16.activations
     assert more == pytest.approx(1024 * inputs, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "operands", "output", "slots"),
-    [("mxfp8", 2, 2, 0), ("delayed", 1, 1, 6), ("current", 1, 2, 2)],
-)
-def test_attention_in_fp8_keeps_its_casts_and_has_amax_histories(kind, operands, output, slots):
-    config, gpu = GPTConfig(**SMALL, context=128), Hardware("cuda", (10, 0), has_te=True)
-    plain, low = (
-        on(gpu, config, "mxfp8", 128, attention=attention) for attention in ("compute", kind)
-    )
-    # In place of bf16, per token and block of 4 + 2 + 2 heads of 32, and of the output.
-    more = config.layers * 128 * 32 * (8 * (operands - 2) + 4 * (output - 2))
-    measured = estimate(low).activations - estimate(plain).activations
-    assert measured == pytest.approx(more, abs=4 * config.layers * 128 * 4)  # statistics
-    assert estimate(low).buffers - estimate(plain).buffers == config.layers * slots * 4
-    # torch's attention keeps its output with selective checkpointing, Transformer Engine nothing.
-    selective, block = (
-        estimate(replace(low, checkpointing=checkpointing)).activations
-        for checkpointing in ("selective", "block")
-    )
-    assert selective == block

@@ -19,8 +19,8 @@ from fp8stack.layers import build_backend
 from fp8stack.layers.backend import DTYPES
 from fp8stack.model.config import Experts, GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.planning.operations import Operation, casts_of, operations_of, trace_of
-from fp8stack.planning.steps import TracedStep, merged_steps
+from fp8stack.planning.operations import casts_of, operations_of, trace_of
+from fp8stack.planning.steps import Operation, Step, merged_steps
 from fp8stack.planning.trace import Tracer
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.cases import case
@@ -78,7 +78,7 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
-def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[TracedStep]]:
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Step]]:
     """The passes of a real model of the plan, forward and backward; and the steps of one more."""
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
@@ -88,7 +88,7 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
     with recorder.recording():
         for _ in range(passes):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
-    tracer = Tracer(model, plan)
+    tracer = Tracer(model)
     with tracer.recording():
         model(tokens[:, :-1], tokens[:, 1:])
     return recorder, merged_steps(tracer.steps)

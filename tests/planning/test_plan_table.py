@@ -167,7 +167,9 @@ def test_blocks_that_are_alike_are_shown_once():
     paths = Counter(path for path, *_ in table_rows)
     assert "blocks.0,2-3.mlp.up" in paths
     assert paths["blocks.1.mlp.up"] == 2  # its GEMMs in one row, its bias in another
-    (excluded,) = (row for row in table_rows if row[:2] == ("blocks.1.mlp.up", "fprop, dgrad, wgrad"))
+    (excluded,) = (
+        row for row in table_rows if row[:2] == ("blocks.1.mlp.up", "fprop, dgrad, wgrad")
+    )
     assert "excluded by the pattern 'blocks.1.*'" in excluded[-1]
 
 
