@@ -206,17 +206,11 @@ def _given(memory: str) -> tuple[int, str]:
 
     from fp8stack.common.errors import quoted
 
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
-    size = 0
-    if match:
-        number, unit, prefix, binary = match.groups()
-        power = " MGT".index((prefix or "G").upper()) + 1
-        decimal = unit.upper().endswith("B") and not binary
-        size = round(float(number) * (1000 if decimal else 1024) ** power)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(GB|G|GiB|)", memory.strip(), re.IGNORECASE)
+    unit = 10**9 if match and match[2].upper() == "GB" else 2**30
+    size = round(float(match[1]) * unit) if match else 0
     if not size:
-        raise UserError(
-            f"--memory {quoted(memory)} is no memory. Give GiB, such as 80, or a unit: 80GB, 80GiB."
-        )
+        raise UserError(f"--memory {quoted(memory)} is no memory. Give GiB, such as 80, or 80GB.")
     return size, "--memory"
 
 

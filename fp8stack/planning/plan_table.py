@@ -47,8 +47,7 @@ class PrecisionTable:
 
 def make_table(config: GPTConfig, plan: Plan, run: RunConfig, machine: str) -> PrecisionTable:
     """The table of a run of a model with this plan, whose layers have been decided."""
-    tokens = run.batch // run.accumulate * (run.context or config.context)
-    notes, checkpointing = size_notes(config, plan, tokens), run.activation_checkpointing
+    notes, checkpointing = size_notes(config, plan), run.activation_checkpointing
     if checkpointing != "none":
         but = ", GEMMs and attention left out" if checkpointing == "selective" else ""
         again = "runs the blocks' forward operations and casts once more"
