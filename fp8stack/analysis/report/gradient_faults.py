@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8stack.analysis.report.formatting import Finding
+from fp8stack.analysis.report.findings import Finding, several
 from fp8stack.analysis.report.outliers import PEERS, role
-from fp8stack.analysis.report.read import Figures, Gradient, grid
+from fp8stack.analysis.report.telemetry import Figures, Gradient, grid
 from fp8stack.common.tables import counted
 
 SEVERAL = 3
@@ -103,7 +103,7 @@ def gradient_findings(gradients: Sequence[Gradient], delayed: bool) -> Iterator[
             dead[_when(fault), fault.lasts].append(fault.module)
     for (when, lasts), faulty in dead.items():
         end = "What has no gradient is not trained." if lasts else "Later it had one."
-        names = _list(_merged(faulty, modules))
+        names = several(_merged(faulty, modules))
         text = f"Dead: no gradient reaches {names}; it was exactly zero at {when}. {end}"
         yield Finding("alarm" if lasts else "warning", text)
     for kind, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
@@ -116,7 +116,7 @@ def gradient_findings(gradients: Sequence[Gradient], delayed: bool) -> Iterator[
             )
             yield Finding("warning", text)
         if len(of_kind) > MOST:
-            names = _list(_merged([fault.module for fault in of_kind[MOST:]], modules))
+            names = several(_merged([fault.module for fault in of_kind[MOST:]], modules))
             yield Finding("warning", f"{word} as well: the gradient of {names}.")
 
 
@@ -172,12 +172,6 @@ def _merged(faulty: Sequence[str], modules: Sequence[str]) -> list[str]:
                 break
         names[block] = None
     return list(names)
-
-
-def _list(names: Sequence[str]) -> str:
-    """Up to twenty names, joined for a sentence."""
-    items = list(names[:20]) + ["others"] * (len(names) > 20)
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def _when(fault: Fault) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8stack.analysis.report.read import Figures, Operand, grid
+from fp8stack.analysis.report.telemetry import Figures, Operand, grid
 
 SPREADS = 8.0
 PEERS = 4  # minimum number of operands for a median

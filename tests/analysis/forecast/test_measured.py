@@ -80,7 +80,7 @@ def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     html = (copy / "report.html").read_text()
     assert "What recipes would cost" in html
     assert all(f"<td>{cell}</td>" in html for cell in row[1:])
-    assert command("report", "run", "--text") == 0
+    assert command("show", "run") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert row[1] in printed
     # Without a valid file, the forecast is of the run's size.

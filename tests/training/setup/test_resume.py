@@ -392,7 +392,7 @@ def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
         folder.append_metrics(row)
     folder.append_telemetry([{"step": 1}, {"step": 7}], {"recipe": "delayed"})
     folder.forget_after(6)
-    assert folder.read_metrics() == rows[:-1]
+    assert metrics(tmp_path) == rows[:-1]
     rows_before = folder.telemetry.read_text().splitlines()
     assert [json.loads(line).get("step") for line in rows_before] == [None, 1]
 
@@ -408,7 +408,7 @@ def test_a_roll_back_is_kept_though_no_step_was_logged_since(tmp_path):
     for row in rows:
         folder.append_metrics(row)
     folder.forget_after(6)
-    assert folder.read_metrics() == rows[:-1]
+    assert metrics(tmp_path) == rows[:-1]
 
 
 def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(tmp_path):
@@ -421,13 +421,13 @@ def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(t
         folder.append_metrics(row)
     folder.complete_metrics(8, {"val_loss": 2.0})
     rows = [{"step": 8, "loss": 1.0, "val_loss": 2.0}, bad]
-    assert folder.read_metrics() == rows
+    assert metrics(tmp_path) == rows
     for row in (bad | {"step": 9}, {"step": 9, "event": "skip", "why": "left out"}):
         folder.append_metrics(row)
     folder.complete_metrics(9, {"val_loss": 3.0})
-    assert folder.read_metrics()[:2] == rows
-    assert folder.read_metrics()[2:][-1] == {"step": 9, "val_loss": 3.0}
-    assert not any("val_loss" in row for row in folder.read_metrics() if "event" in row)
+    assert metrics(tmp_path)[:2] == rows
+    assert metrics(tmp_path)[2:][-1] == {"step": 9, "val_loss": 3.0}
+    assert not any("val_loss" in row for row in metrics(tmp_path) if "event" in row)
 
 
 @pytest.mark.parametrize(("model", "reason"), [("gpt2-124m", "K N"), ("gpt2-1.5b", "host")])
