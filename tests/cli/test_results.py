@@ -101,7 +101,6 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
         (["list", "models", "there"], "FOLDER is for `list runs`. Leave it out."),
         (["list", "runs", "--capability", "9.0"], "--capability is for `list recipes`."),
         (["show", "nowhere"], "No run in 'nowhere'"),
-        (["report", "nowhere", "--json", "--text"], "Give --json or --text, not both."),
     ],
 )
 def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, message):

@@ -21,7 +21,7 @@ from fp8stack.analysis.report.read import RunRecord
 from fp8stack.analysis.report.summary import positive, timed
 from fp8stack.analysis.report.telemetry import Operand, of_linears
 from fp8stack.common.formats import named_format
-from fp8stack.common.tables import counted
+from fp8stack.common.tables import counted, shortened
 from fp8stack.training.metrics.loss_plot import marker, smoothed, view_range
 
 FEW = 3  # with more runs than this, only the running mean is drawn
@@ -70,9 +70,8 @@ def loss(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Picture 
     axes.set_ylabel("loss (nats per token)")
     legend_above(figure, axes)
     key = "Lines: training, running mean; dots: validation. " if several else ""
-    text = f"{'; '.join(captions)}."
-    caption, alt = f"{key}{text}", f"Loss over the steps. {text}"
-    return Picture(figure=figure, name=name, title="Loss", caption=caption, alt=alt)
+    caption = f"{key}{'; '.join(captions)}."
+    return Picture(figure=figure, name=name, title="Loss", caption=caption)
 
 
 @style()
@@ -101,8 +100,7 @@ def rates(run: RunRecord, name: str) -> Picture | None:
         )
     mark_events(lower, run.metrics.events)
     title = "Learning rate and gradient norm"
-    alt = f"{title} over the steps. {caption}"
-    return Picture(figure=figure, name=name, title=title, caption=caption, alt=alt)
+    return Picture(figure=figure, name=name, title=title, caption=caption)
 
 
 @style()
@@ -132,9 +130,8 @@ def throughput(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Pi
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if len(runs) > 1:
         legend_above(figure, axes)
-    caption = "; ".join(captions) + "."
-    alt = f"Tokens per second over the steps. {caption}"
-    return Picture(figure=figure, name=name, title="Throughput", caption=caption, alt=alt)
+    caption = f"{'; '.join(captions)}."
+    return Picture(figure=figure, name=name, title="Throughput", caption=caption)
 
 
 def _plot(
@@ -159,18 +156,12 @@ def amaxes(analysis: Analysis, name: str) -> Picture | None:
     for axes in panels[-1]:
         whole_steps(axes)
     legend_above(figure, panels.flat[0])
-    notes = "" if any(limited) else " Blocks have a scale each, so no line says what they can hold."
+    caption = f"The {len(operands)} operands that look worst, the worst first."
+    if not any(limited):
+        caption += " Blocks have a scale each, so no line says what they can hold."
     if any(operand.clipped.any() for operand in operands):
-        notes += " A triangle marks an amax that was clipped."
-    names = "; ".join(operand.name for operand in operands)
-    return Picture(
-        figure=figure,
-        name=name,
-        title="Amax histories",
-        caption=f"The {len(operands)} operands that look worst, the worst first.{notes}",
-        alt=f"Amax over the steps of {names}.{notes}",
-        wide=True,
-    )
+        caption += " A triangle marks an amax that was clipped."
+    return Picture(figure=figure, name=name, title="Amax histories", caption=caption, wide=True)
 
 
 def _amax(axes: Any, operand: Operand) -> bool:
@@ -190,7 +181,7 @@ def _amax(axes: Any, operand: Operand) -> bool:
     if np.isfinite(drawn).any():
         axes.set_yscale("log")
         plain_log_ticks(axes.yaxis, np.nanmin(drawn), np.nanmax(drawn))
-    axes.set_title(f"{operand.layer}\n{operand.kind}", fontsize=8)
+    axes.set_title(f"{shortened(operand.layer)}\n{shortened(operand.kind)}", fontsize=8)
     return bool(is_limited)
 
 

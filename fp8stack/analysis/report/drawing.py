@@ -53,8 +53,12 @@ class Picture:
     name: str  # of the file
     title: str
     caption: str  # below the plot
-    alt: str  # for screen readers
     wide: bool = False  # keeps more width on a small screen
+
+    @property
+    def alt(self) -> str:
+        """The text for screen readers."""
+        return f"{self.title}: {self.caption}"
 
     def png(self) -> bytes:
         """The plot as a PNG file, on white."""
@@ -73,8 +77,8 @@ class Picture:
             self.figure.savefig(stream, format="svg", transparent=True, metadata=no_metadata)
         text = stream.getvalue().replace(INK, "currentColor")
         text = re.sub(r'\sid="((?!C\d)[\w.]+_\d+|image\w+)"', "", text)  # nothing refers to these
-        _, box, rest = re.split(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', text, maxsplit=1)
-        return f'<svg viewBox="{box}" aria-hidden="true">{rest.strip()}'
+        _, box, content = re.split(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', text, maxsplit=1)
+        return f'<svg viewBox="{box}" aria-hidden="true">{content.strip()}'
 
 
 @contextmanager

@@ -63,22 +63,15 @@ def heat_map(run: RunRecord, figure_name: str, name: str) -> Picture:
         image = _image(axes, values, colors, norm, GREY if is_share else None)
         _label(axes, layers, steps)
         _mark(axes, run, steps)
-        axes.set_title(kind, pad=9)
+        axes.set_title(shortened(kind), pad=9)
     extend = "min" if is_share else "both"
     bar = _color_bar(figure, image, list(panels), label=unit, extend=extend)
     if is_share:
         bar.ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     marks = sorted(by_kind(run.metrics.events))
     marked = f" Triangles on top mark events: {', '.join(marks)}." if marks else ""
-    return Picture(
-        figure=figure,
-        name=name,
-        title=title,
-        caption=f"The redder, the worse. {caption}{marked}",
-        alt=f"Heat map of {title.lower()} for {count} layers over the sampled steps, by "
-        f"operand: {', '.join(kinds)}. {caption}",
-        wide=True,
-    )
+    caption = f"The redder, the worse. {caption}{marked}"
+    return Picture(figure=figure, name=name, title=title, caption=caption, wide=True)
 
 
 @style()
@@ -98,14 +91,9 @@ def gradient_map(run: RunRecord, name: str) -> Picture | None:
     _mark(axes, run, steps)
     bar = _color_bar(figure, image, axes, label="norm")
     plain_log_ticks(bar.ax.yaxis, low, high)
-    return Picture(
-        figure=figure,
-        name=name,
-        title="Gradient by part of the model",
-        caption="The norm before clipping, without fp16's scale. Red: exactly zero.",
-        alt=f"Heat map of the gradient's norm for {len(gradients)} parts over the sampled steps.",
-        wide=True,
-    )
+    title = "Gradient by part of the model"
+    caption = "The norm before clipping, without fp16's scale. Red: exactly zero."
+    return Picture(figure=figure, name=name, title=title, caption=caption, wide=True)
 
 
 @style()
@@ -124,15 +112,8 @@ def expert_map(run: RunRecord, name: str) -> Picture | None:
     bar = _color_bar(figure, image, axes, label="tokens / mean")
     bar.set_ticks([1 / RANGE, 0.5, 1, 2, RANGE], labels=["1/8", "1/2", "1", "2", "8"])
     bar.ax.minorticks_off()
-    return Picture(
-        figure=figure,
-        name=name,
-        title="Tokens by expert",
-        caption=f"Tokens of each expert at step {last}, over the mean of its layer. Red: none.",
-        alt=f"Heat map of the tokens of {loads.shape[1]} experts in {len(layers)} layers at "
-        f"step {last}.",
-        wide=True,
-    )
+    caption = f"Tokens of each expert at step {last}, over the mean of its layer. Red: none."
+    return Picture(figure=figure, name=name, title="Tokens by expert", caption=caption, wide=True)
 
 
 def _height(rows: int) -> float:

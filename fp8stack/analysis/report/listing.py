@@ -81,7 +81,7 @@ def runs(folder: Path) -> list[Row]:
     """
     if not folder.is_dir():
         raise UserError(f"No folder {quoted(str(folder))}. Give the one that your runs are in.")
-    runs = [read_run(path, whole=False) for path in _run_folders(folder)]
+    runs = [read_run(path, telemetry=False) for path in _run_folders(folder)]
     runs.sort(key=lambda run: run.written.timestamp() if run.written else 0.0, reverse=True)
     labels = ("state", "model", "recipe", "steps", "validation loss", "took")
     return [

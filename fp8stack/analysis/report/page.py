@@ -36,10 +36,10 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
     elif len(runs) == 1:
         page = runs[0] / "report.html"
     else:
-        first, *others = {run.resolve().parent for run in runs}
-        if others:
+        parents = {run.resolve().parent for run in runs}
+        if len(parents) > 1:
             raise UserError("The runs lie in different folders. Say by --out where to write.")
-        page = first / "report.html"
+        page = parents.pop() / "report.html"
     quoted_page = quoted(str(page))
     if page.is_dir() or not page.name:
         raise UserError(f"--out {quoted_page} is a folder. Name a file in it, such as report.html.")

@@ -68,11 +68,11 @@ class RunRecord:
         return [table(layer) for layer in entries] if isinstance(entries, list) else []
 
 
-def read_run(path: Path, *, whole: bool = True) -> RunRecord:
-    """Read the run in a folder; unless `whole`, without telemetry and forecast. Raises a UserError
+def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
+    """Read the run in a folder; without `telemetry`, without a forecast as well. Raises a UserError
     if the folder holds no run, or if a file cannot be read."""
     files = (path / name for name in ("run.toml", "plan.json", "metrics.jsonl", "telemetry.jsonl"))
-    config, plan, metrics, telemetry = files
+    config, plan, metrics, samples = files
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(
             f"No run in '{quoted(str(path))}'. Give the folder of a run, which holds run.toml "
@@ -81,7 +81,7 @@ def read_run(path: Path, *, whole: bool = True) -> RunRecord:
     notes: list[str] = []
     lock = path / LOCK
     is_running = is_held(lock) if lock.exists() else None
-    sampled = read_telemetry(telemetry, notes) if whole else Telemetry()
+    sampled = read_telemetry(samples, notes) if telemetry else Telemetry()
     keys = _read_or_note(config, lambda: read_toml(config), {}, notes)
     planned = _read_or_note(plan, lambda: table(read_json(plan)), {}, notes) or sampled.plan
     run = RunRecord(
@@ -93,7 +93,7 @@ def read_run(path: Path, *, whole: bool = True) -> RunRecord:
         metrics=read_metrics(path, notes),
         telemetry=sampled,
         sessions=_sessions(path / "sessions.jsonl", notes, is_running),
-        forecast=_forecast(path, keys, planned, notes) if whole else None,
+        forecast=_forecast(path, keys, planned, notes) if telemetry else None,
         is_running=is_running is True,
         written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if metrics.exists() else None,
         notes=notes,
@@ -124,9 +124,9 @@ def _forecast(
     None without a quantized recipe, or if the run's files do not say enough."""
     file, read = path / NAME, ForecastResult.model_validate_json
     if file.exists():
-        kept = _read_or_note(file, lambda: read(file.read_text("utf-8")), None, notes)
-        if kept is not None:
-            return kept
+        saved = _read_or_note(file, lambda: read(file.read_text("utf-8")), None, notes)
+        if saved is not None:
+            return saved
     with suppress(UserError, KeyError, TypeError, ValueError):
         recipe = recipe_from_json(plan["recipe"], "plan.json")
         keys = at_home(config, path)
@@ -151,8 +151,8 @@ def _sessions(path: Path, notes: list[str], is_running: bool | None) -> list[Ses
         elif row.get("event") == "end" and pairs:
             pairs[-1] = (pairs[-1][0], row)
     if pairs and pairs[-1][1] is killed and is_running is not False:
-        how = "still running" if is_running else "killed, or still running"
-        pairs[-1] = (pairs[-1][0], {"how": how})
+        open_end = "still running" if is_running else "killed, or still running"
+        pairs[-1] = (pairs[-1][0], {"how": open_end})
     return [_session(began, ended) for began, ended in pairs]
 
 

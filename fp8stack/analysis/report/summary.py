@@ -57,9 +57,9 @@ def _times(run: RunRecord) -> dict[str, str]:
     """When the run began, how long it took in how many sessions, and its versions."""
     if not run.sessions:
         return {"began": "unknown", "took": "unknown", "with": "unknown"}
-    known = [session.seconds for session in run.sessions if session.seconds is not None]
-    least = "at least " if len(known) < len(run.sessions) else ""
-    spent = f"{least}{timedelta(seconds=round(sum(known)))}" if known else "not known yet"
+    seconds = [session.seconds for session in run.sessions if session.seconds is not None]
+    least = "at least " if len(seconds) < len(run.sessions) else ""
+    spent = f"{least}{timedelta(seconds=round(sum(seconds)))}" if seconds else "not known yet"
     several = f", in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     return {
         "began": f"{run.sessions[0].began} UTC",
@@ -115,13 +115,13 @@ def what_if(analysis: Analysis) -> WhatIf | None:
     kinds = kinds_of([*of_linears(analysis.operands), *of_tried])
     steps = _steps(of_tried) & _steps(analysis.operands) or _steps(of_tried)
     medians = {name: _medians(operands, steps) for name, operands in tried.items()}
-    own = _medians(analysis.operands, steps)
+    run_sqnr = _medians(analysis.operands, steps)
     rows: list[tuple[str, list[tuple[float | None, float | None]], bool]] = []
-    if own:
-        rows.append((recipe, [(own.get(kind), None) for kind in kinds], True))
+    if run_sqnr:
+        rows.append((recipe, [(run_sqnr.get(kind), None) for kind in kinds], True))
     gains = []
     for name, sqnr in medians.items():
-        gain = {kind: sqnr[kind] - own[kind] for kind in kinds if kind in sqnr and kind in own}
+        gain = {kind: sqnr[kind] - run_sqnr[kind] for kind in sqnr.keys() & run_sqnr.keys()}
         gains += [(value, name, kind) for kind, value in gain.items()]
         rows.append((name, [(sqnr.get(kind), gain.get(kind)) for kind in kinds], False))
     return WhatIf(kinds=kinds, rows=rows, sentence=_sentence(gains, recipe))
@@ -141,18 +141,18 @@ def _medians(operands: Sequence[Operand], steps: set[int]) -> dict[str, float]:
     return {kind: float(np.median(array)) for kind, array in joined.items() if len(array)}
 
 
-def _sentence(gains: Sequence[tuple[float, str, str]], own: str) -> str:
+def _sentence(gains: Sequence[tuple[float, str, str]], run_recipe: str) -> str:
     """A sentence on the largest gain and the largest loss."""
     if not gains:
-        return f"There is nothing of {own} itself to compare with."
+        return f"There is nothing of {run_recipe} itself to compare with."
     clauses = [
         f"{name} would have cost {abs(gain):.1f} dB {'less' if gain > 0 else 'more'} on {kind}"
         for gain, name, kind in dict.fromkeys((max(gains), min(gains)))
         if abs(gain) >= ALIKE_DB
     ]
     if not clauses:
-        return f"None of the recipes tried differs from {own} by {ALIKE_DB} dB or more."
-    return f"{'; '.join(clauses)}. (Median SQNR against that of {own}.)"
+        return f"None of the recipes tried differs from {run_recipe} by {ALIKE_DB} dB or more."
+    return f"{'; '.join(clauses)}. (Median SQNR against that of {run_recipe}.)"
 
 
 def not_fp8(run: RunRecord) -> list[tuple[str, str]]:

@@ -29,8 +29,8 @@ COLORS = {"alarm": "bold red", "warning": "yellow", "note": "dim"}
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print a run's figures and findings. The console prints text literally, see `Screen`."""
-    for part in _parts(analysis, console.width):
-        console.print(part)
+    for renderable in _parts(analysis, console.width):
+        console.print(renderable)
 
 
 def _parts(analysis: Analysis, width: int) -> Iterator[RenderableType]:

@@ -307,8 +307,9 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
         assert headline(run)["took"] == took
     assert headline(run)["began"] == "2026-03-01 08:30 UTC"
     assert headline(run)["with"] == "fp8stack 0.1.0, torch 2.13.0"
-    how = ["stopped by a signal, and saved", "killed, or still running"]
-    assert [session.ended for session in run.sessions] == how
+    assert [session.ended for session in run.sessions] == [
+        "stopped by a signal, and saved", "killed, or still running",
+    ]  # fmt: skip
 
 
 def test_the_times_of_a_run_are_in_utc(tmp_path, monkeypatch):

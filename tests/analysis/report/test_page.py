@@ -160,8 +160,8 @@ def test_a_model_with_experts_has_a_map_of_them(tmp_path):
     rows += [{"step": 50, "gradient": "a", "norm": 0.0, "ratio": 0.0, "zeros": 1.0}]
     run = make_run(tmp_path / "r", telemetry=rows)
     html = html_of(run)
-    assert "Heat map of the tokens of 3 experts in 2 layers at step 50." in html
-    assert "Heat map of the gradient&#39;s norm for 1 parts" in html
+    assert "Tokens of each expert at step 50, over the mean of its layer." in html
+    assert "Gradient by part of the model" in html
 
 
 @pytest.mark.slow
@@ -294,9 +294,9 @@ def test_several_runs_share_a_page_beside_them_which_is_written_over(tmp_path, c
         (plots / old).write_text("old")
     for _ in range(2):  # over its own, not over others'
         assert command("report", "runs/a", "runs/b") == 0
-    kept = {path.name for path in plots.iterdir()}
-    assert {"runs-loss.png", "run1-loss.png", "mine.png"} <= kept
-    assert "run7-loss.png" not in kept
+    names = {path.name for path in plots.iterdir()}
+    assert {"runs-loss.png", "run1-loss.png", "mine.png"} <= names
+    assert "run7-loss.png" not in names
     assert command("report", "runs/a", "--out", "new/one.html") == 0
     assert (tmp_path / "new" / "one_files" / "run1-loss.png").exists()
 

@@ -289,7 +289,7 @@ def test_page_and_terminal_show_gradients(
     analysis = analyze(read_run(tmp_path / "r"))
     html, pictures = page.render([analysis], "report_files")
     assert "run1-gradient" in [picture.name for picture in pictures]
-    assert "Heat map of the gradient&#39;s norm for 35 parts" in html
+    assert "Gradient by part of the model" in html
     capsys.readouterr()
     report.show(tmp_path / "r")
     assert "Dead: no gradient reaches blocks.1.mlp_norm" in capsys.readouterr().out
