@@ -37,11 +37,14 @@ RANGE = 8.0  # the colours of experts reach from 1/8 of the mean to 8 times the 
 # Figure: title, colour bar, colour map, whether larger is worse, caption.
 MAPS = {
     "sqnr_db": ("Signal to quantization noise", "SQNR (dB)", "YlOrRd_r", False,
-                "E4M3 at its best has about 31 dB, E5M2 about 25, E2M1 about 20."),
+                "Dark red: 8 dB and less; light yellow: 32 dB and more. E4M3 at its best has "
+                "about 31 dB, E5M2 about 25, E2M1 about 20."),
     "saturated": ("Saturation", "share of elements", "YlOrRd", True,
-                  "Elements clipped to the format's largest value. Grey: less than 0.01 %."),
+                  "Elements clipped to the format's largest value. Grey: less than 0.01 %; light "
+                  "yellow: 0.01 %; dark red: all."),
     "underflow": ("Underflow", "share of elements", "YlOrRd", True,
-                  "Elements too small for the format, flushed to zero. Grey: less than 0.01 %."),
+                  "Elements too small for the format, flushed to zero. Grey: less than 0.01 %; "
+                  "light yellow: 0.01 %; dark red: all."),
 }  # fmt: skip
 
 
@@ -124,8 +127,8 @@ def _height(rows: int) -> float:
 def _image(axes: Any, values: Figures, colors: str, norm: Normalize, under: Any) -> Any:
     """Draw values [rows, columns]; those below the range in the colour `under`, NaN not at all."""
     cmap = colormaps[colors].with_extremes(bad=(0, 0, 0, 0), under=under)
-    # A logarithm hides zeros as it does NaN.
-    values = np.where(values < norm.vmin, norm.vmin / 10, values) if under else values
+    if under is not None and norm.vmin is not None:  # a logarithm would hide zeros as it does NaN
+        values = np.where(values < norm.vmin, norm.vmin / 10, values)
     axes.grid(False)
     values = np.ma.masked_invalid(values)
     return axes.imshow(values, cmap=cmap, norm=norm, aspect="auto", interpolation="none")

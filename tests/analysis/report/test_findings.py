@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,22 +30,27 @@ from tests.support.run_folders import (
 )
 
 
-def analyzed(run: Path) -> Analysis:
-    return analyze(read_run(run))
+@pytest.fixture
+def analyzed(tmp_path) -> Callable[..., Analysis]:
+    def make(steps: int = 200, blocks: int = 4, **more: Any) -> Analysis:
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        return analyze(read_run(make_run(path, steps, blocks, **more)))
+
+    return make
 
 
-def findings_of(run: Path, *levels: str) -> list[str]:
-    """The findings about a run of some levels, by default the levels that need attention."""
+def texts(result: Analysis, *levels: str) -> list[str]:
+    """The findings of some levels, by default the levels that need attention."""
     levels = levels or ("alarm", "warning")
-    return [finding.text for finding in analyzed(run).findings if finding.level in levels]
+    return [finding.text for finding in result.findings if finding.level in levels]
 
 
-def at(layer: str, kind: str, figures: Callable[[int], dict[str, Any]]) -> Change:
-    """Gives one operand these figures, by step."""
+def at(name: str, figures: dict[str, Any], begin: int = 0, end: int = 10**9) -> Change:
+    """A change of the figures of one operand, in the steps from `begin` until `end`."""
 
     def change(row: dict[str, Any]) -> None:
-        if (row.get("layer"), row.get("operand")) == (layer, kind):
-            row |= figures(row["step"])
+        if f"{row.get('layer')}, {row.get('operand')}" == name and begin <= row["step"] < end:
+            row |= figures
 
     return change
 
@@ -56,33 +60,30 @@ def at(layer: str, kind: str, figures: Callable[[int], dict[str, Any]]) -> Chang
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("seed", [case(seed, quick=seed == 0) for seed in range(3)])
-def test_nothing_stands_out_in_a_clean_run(tmp_path, recipe, seed):
+def test_nothing_stands_out_in_a_clean_run(analyzed, recipe, seed):
     rows = operand_rows(6, [1, *range(20, 401, 20)], recipe, seed)
-    run = make_run(tmp_path / "r", 400, 6, recipe, telemetry=rows)
-    assert findings_of(run) == []
-    assert verdict(analyzed(run)).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
+    result = analyzed(400, 6, recipe=recipe, telemetry=rows)
+    assert texts(result) == []
+    assert verdict(result).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
 
 
-def test_scales_that_have_not_settled_are_no_alarm(tmp_path):
+def test_scales_that_have_not_settled_are_no_alarm(analyzed):
     rows = operand_rows(4, [1])
     assert min(row["sqnr_db"] for row in rows[1:]) == 3.0
-    run = make_run(tmp_path / "r", telemetry=rows)
-    assert findings_of(run) == []
-    assert "had not settled" in verdict(analyzed(run))
+    result = analyzed(telemetry=rows)
+    assert texts(result) == []
+    assert "had not settled" in verdict(result)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("since", [0, 120])
+@pytest.mark.parametrize(("since", "when"), [(0, "all along"), (120, "from step 120 on")])
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
-    tmp_path, kind, since, recipe
+    analyzed, kind, since, when, recipe
 ):
-    change = outlier("blocks.2.mlp.up", kind, since)
-    run = make_run(tmp_path / "r", 200, 4, recipe, change=change)
-    outliers = analyzed(run).outliers
-    assert [out.operand.name for out in outliers] == [f"blocks.2.mlp.up, {kind}"]
-    when = "from step 120 on" if since else "all along"
-    sentence = next(text for text in findings_of(run, "warning") if "stands out" in text)
+    result = analyzed(recipe=recipe, change=outlier("blocks.2.mlp.up", kind, since))
+    assert [out.operand.name for out in result.outliers] == [f"blocks.2.mlp.up, {kind}"]
+    (sentence,) = (text for text in texts(result, "warning") if "stands out" in text)
     assert sentence.startswith(f"blocks.2.mlp.up, {kind} stands out {when}.")
     assert "underflow 31 %" in sentence
     assert "SQNR 17.5 dB" in sentence
@@ -91,32 +92,45 @@ def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
 @pytest.mark.parametrize(
     ("figure", "value"), [("sqnr_db", 19.0), ("saturated", 0.02), ("underflow", 0.2), ("amax", 900)]
 )
-def test_one_figure_is_enough_to_stand_out(tmp_path, figure, value):
-    change = at(
-        "blocks.1.attention.qkv", "input", lambda step: {figure: value} if step > 100 else {}
-    )
-    (out,) = analyzed(make_run(tmp_path / "r", change=change)).outliers
-    assert out.operand.name == "blocks.1.attention.qkv, input"
+def test_one_figure_is_enough_to_stand_out(analyzed, figure, value):
+    (out,) = analyzed(change=at("blocks.1.mlp.up, input", {figure: value}, 101)).outliers
+    assert out.operand.name == "blocks.1.mlp.up, input"
     assert (list(out.values), out.step) == ([figure], 120)
 
 
+UP = "blocks.1.mlp.up, weight"
+NOT_FINITE = {"amax": None, "sqnr_db": None, "nonfinite": 0.02}
+
+
 @pytest.mark.parametrize(
-    ("step", "level", "sentence"),
-    [(100, "note", "was out of line at step 100 alone: SQNR 10.7 dB"),
-     (200, "warning", "stands out at step 200: SQNR 10.7 dB")],
-)  # fmt: skip
-def test_what_passed_after_one_sample_is_a_note(tmp_path, step, level, sentence):
-    worse = {"sqnr_db": 10.7}
-    change = at("blocks.1.mlp.up", "grad_output", lambda at: worse if at == step else {})
-    run = make_run(tmp_path / "r", change=change)
-    assert f"blocks.1.mlp.up, grad_output {sentence}" in findings_of(run, level)[0]
-    assert len(findings_of(run)) == (level == "warning")
+    ("level", "sentence", "figures", "step"),
+    [
+        ("note", "was out of line at step 100 alone: SQNR 10.7 dB", {"sqnr_db": 10.7}, 100),
+        ("warning", "stands out at step 200: SQNR 10.7 dB", {"sqnr_db": 10.7}, 200),
+        ("alarm", "step 160, first at step 160, at most 2 % of them", NOT_FINITE, 160),
+        ("warning", "at step 80, by 3.5 bits", {"headroom_bits": -3.5, "saturated": 1e-6}, 80),
+        ("note", "at step 80, by 0.6 bits", {"headroom_bits": -0.6, "saturated": 1e-6}, 80),
+    ],
+)
+def test_a_bad_sample_has_a_finding_of_its_weight(analyzed, level, sentence, figures, step):
+    result = analyzed(change=at(UP, figures, step, step + 1))
+    finding = texts(result, level)[0]
+    assert UP in finding
+    assert sentence in finding
+    assert len(texts(result)) == (level != "note")
+    picture = amaxes(result, "r")
+    assert picture is not None
+    assert ("triangle" in picture.caption) == ("bits" in sentence)
+
+
+def test_the_worst_figures_have_their_place_alarming_or_not(analyzed):
+    extremes = analyzed(change=at(UP, {"sqnr_db": 22.4}, 60, 61)).extremes
+    assert ("lowest SQNR", "22.4 dB", UP, 60) in extremes
 
 
 @pytest.mark.parametrize(("last", "level"), [(False, "note"), (True, "warning")])
-def test_outliers_beyond_those_with_a_sentence_are_a_warning_if_one_is(tmp_path, last, level):
-    run = make_run(tmp_path / "r", change=outlier("blocks.2.mlp.up", "input", 120))
-    (warned,) = analyzed(run).outliers
+def test_outliers_beyond_those_with_a_sentence_are_a_warning_if_one_is(analyzed, last, level):
+    (warned,) = analyzed(change=outlier("blocks.2.mlp.up", "input", 120)).outliers
     noted = replace(warned, changed=False, values={"amax": (900.0, 2.0, None)})
     outliers = [*[warned] * analysis.MOST, noted, warned if last else noted]
     *_, beyond = analysis._outlier_findings(outliers)
@@ -124,43 +138,51 @@ def test_outliers_beyond_those_with_a_sentence_are_a_warning_if_one_is(tmp_path,
     assert beyond.level == level
 
 
+def all_layers(row: dict[str, Any]) -> None:
+    if row["step"] >= 100 and "amax" in row:
+        row |= {"amax": 40 * row["amax"], "underflow": row["underflow"] + 0.2}
+        row["sqnr_db"] -= 4
+
+
+def one_kind_of_layer(row: dict[str, Any]) -> None:
+    if row.get("layer", "").endswith("mlp.down") and row["operand"] == "input":
+        all_layers(row | {"step": 100})
+
+
+def last_block_in_fp4(row: dict[str, Any]) -> None:
+    if row.get("layer", "").startswith("blocks.5."):
+        row |= {"format": "e2m1", "scale": None, "headroom_bits": 0.0}
+        row |= {"sqnr_db": 19.0 + row["amax"] % 0.1, "underflow": 0.2 + row["amax"] % 0.01}
+
+
+def rounding_beyond_the_largest(row: dict[str, Any]) -> None:
+    """Scales of NVFP4's blocks are rounded to nearest: about half the blocks reach beyond E2M1's
+    largest value, and round back to it."""
+    if "headroom_bits" in row:
+        row |= {"format": "e2m1", "scale": None, "headroom_bits": -0.08}
+
+
 @pytest.mark.parametrize(
-    "is_changed",
-    [
-        lambda row: row["step"] >= 100,
-        lambda row: row["layer"].endswith("mlp.down") and row["operand"] == "input",
-    ],
-    ids=["all layers", "one kind of layer"],
+    "change", [all_layers, one_kind_of_layer, last_block_in_fp4, rounding_beyond_the_largest]
 )
-def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, is_changed):
+def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(analyzed, change):
+    result = analyzed(400, 6, change=change)
+    assert result.outliers == []
+    assert not any("clipped" in finding.text for finding in result.findings)
+
+
+def test_layers_are_compared_with_those_of_their_format(analyzed):
     def change(row):
-        if "amax" in row and is_changed(row):
-            row["amax"] *= 40
-            row["underflow"] += 0.2
-            row["sqnr_db"] -= 4
+        last_block_in_fp4(row)
+        at("blocks.5.mlp.up, input", {"sqnr_db": 5.0, "amax": 2.0**20})(row)
 
-    assert analyzed(make_run(tmp_path / "r", change=change)).outliers == []
-
-
-def test_layers_in_another_format_are_no_peers(tmp_path):
-    def in_fp4(row):
-        if row.get("layer", "").startswith("blocks.5."):
-            row |= {"format": "e2m1", "scale": None, "headroom_bits": 0.0}
-            row |= {"sqnr_db": 19.0 + row["amax"] % 0.1, "underflow": 0.2 + row["amax"] % 0.01}
-
-    def with_an_outlier(row):
-        in_fp4(row)
-        if (row.get("layer"), row.get("operand")) == ("blocks.5.mlp.up", "input"):
-            row |= {"sqnr_db": 5.0, "amax": row["amax"] * 2.0**20}
-
-    assert analyzed(make_run(tmp_path / "r", 400, 6, change=in_fp4)).outliers == []
-    (out,) = analyzed(make_run(tmp_path / "s", 400, 6, change=with_an_outlier)).outliers
+    (out,) = analyzed(400, 6, change=change).outliers
     assert out.operand.name == "blocks.5.mlp.up, input"
     assert out.values.keys() == {"sqnr_db", "amax"}
 
 
 @pytest.mark.parametrize("is_phase", [False, True])
-def test_another_recipe_of_a_later_phase_does_not_stand_out(tmp_path, is_phase):
+def test_another_recipe_of_a_later_phase_does_not_stand_out(analyzed, is_phase):
     def change(row):
         """Switch to FP4 at step 200, which costs one layer most."""
         if row["step"] >= 200 and "amax" in row:
@@ -168,59 +190,16 @@ def test_another_recipe_of_a_later_phase_does_not_stand_out(tmp_path, is_phase):
             row["sqnr_db"] -= 12
 
     phase = {"step": 190, "event": "phase", "phase": "late", "why": "nvfp4 was asked for"}
-    metrics = [*metric_rows(400), *[phase] * is_phase]
-    run = make_run(tmp_path / "r", 400, 6, metrics=metrics, change=change)
-    is_reported = any("from step 200 on" in text for text in findings_of(run, "warning"))
-    assert is_reported is not is_phase
+    result = analyzed(400, 6, metrics=[*metric_rows(400), *[phase] * is_phase], change=change)
+    assert any("from step 200 on" in text for text in texts(result, "warning")) is not is_phase
 
 
-def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
-    bad = {"amax": None, "sqnr_db": None, "nonfinite": 0.02}
-    change = at("blocks.0.mlp.down", "grad_output", lambda step: bad if step == 160 else {})
-    (alarm,) = findings_of(make_run(tmp_path / "r", change=change), "alarm")
-    sentence = "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
-    assert alarm.startswith(sentence)
-    assert "2 % of them" in alarm
-    change = at("blocks.0.mlp.up", "weight", lambda step: {"sqnr_db": 22.4} if step == 60 else {})
-    extremes = analyzed(make_run(tmp_path / "s", change=change)).extremes
-    assert ("lowest SQNR", "22.4 dB", "blocks.0.mlp.up, weight", 60) in extremes
-
-
-@pytest.mark.parametrize(("bits", "level"), [(3.5, "warning"), (0.6, "note")])
-def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_path, bits, level):
-    change = at(
-        "blocks.3.mlp.up", "weight",
-        lambda step: {"headroom_bits": -bits if step == 80 else 0.5, "saturated": 1e-6},
-    )  # fmt: skip
-    run = make_run(tmp_path / "r", change=change)
-    assert len(findings_of(run)) == (level == "warning")
-    assert f"blocks.3.mlp.up, weight at step 80, by {bits} bits" in findings_of(run, level)[0]
-    picture = amaxes(analyzed(run), "r")
-    assert picture is not None
-    assert "triangle" in picture.caption
-
-
-def test_an_amax_that_rounding_takes_back_is_not_clipped(tmp_path):
-    """Scales of NVFP4's blocks are rounded to nearest: about half the blocks reach beyond E2M1's
-    largest value, and round back to it."""
-
-    def change(row):
-        if "headroom_bits" in row:
-            row |= {"format": "e2m1", "scale": None, "headroom_bits": -0.08}
-
-    record = analyzed(make_run(tmp_path / "r", change=change))
-    assert not any("clipped" in finding.text for finding in record.findings)
-    picture = amaxes(record, "r")
-    assert picture is not None
-    assert "triangle" not in picture.caption
-
-
-def test_samples_that_are_taken_again_count_once(tmp_path):
+def test_samples_that_are_taken_again_count_once(analyzed):
     samples = operand_rows(4, [10, 20, 30])
     samples += [
         row | {"amax": 7.0} if "amax" in row else row for row in samples if row["step"] == 20
     ]
-    telemetry = read_run(make_run(tmp_path / "r", telemetry=samples)).telemetry
+    telemetry = analyzed(telemetry=samples).run.telemetry
     assert telemetry.model["step"] == 20
     for operand in telemetry.operands:
         assert operand.steps.tolist() == [10, 20]
@@ -236,54 +215,53 @@ def test_equal_events_in_a_row_are_one_line_and_unknown_ones_stay():
         ("42 to 44", "skip (3 times)"), ("44", "rollback"), ("44", "demote"), ("120", "restore"),
         ("130", "phase"), ("131", "skip"),
     ]  # fmt: skip
-    assert lines[1]["more"] == "to_step 30"
+    assert [line["more"] for line in lines[1:5:3]] == ["to_step 30", "to cooldown"]
     assert lines[2]["where"] == "blocks.1.mlp.up grad_output"
-    assert lines[4]["more"] == "to cooldown"
 
 
-def test_what_the_guard_did_is_said(tmp_path):
-    rows = metric_rows(200)
-    run = make_run(tmp_path / "r", metrics=[*rows[:44], *EVENTS[:5], *rows[30:], *EVENTS[5:]])
-    text = " ".join(findings_of(run))
-    assert "4 steps were skipped (steps 42, 43, 44 and 131)" in text
-    assert "Step 44: the run went back to step 30, because three bad steps in a row." in text
-    assert "blocks.1.mlp.up (grad_output) was taken out of FP8 to bf16 until step 120" in text
-    assert headline(read_run(run))["state"] == "done"
+ROWS = metric_rows(200)
+STOP = {"step": 71, "event": "stop", "why": "The loss is nan. Lower --lr.", "loss": None}
 
 
-def test_a_branch_has_its_own_events_and_speed(tmp_path):
-    rows = metric_rows(200)
-    after = [row | {"tokens_per_s": 20_000.0} for row in rows[150:]]
+def overflowing(steps: int) -> list[dict[str, Any]]:
+    return [row | {"skipped": row["step"] <= steps} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "state", "level", "sentences"),
+    [
+        ([*ROWS[:44], *EVENTS[:5], *ROWS[30:], *EVENTS[5:]], "done", "alarm", [
+            "Step 44: the run went back to step 30, because three bad steps in a row.",
+            "blocks.1.mlp.up (grad_output) was taken out of FP8 to bf16 until step 120"]),
+        ([*EVENTS, *ROWS], "done", "warning", ["4 steps were skipped (steps 42, 43, 44 and 131)"]),
+        ([*ROWS[:70], STOP], "failed", "alarm",
+         ["The run stopped at step 71: The loss is nan. Lower --lr."]),
+        ([*ROWS[:70], STOP, *ROWS[70:]], "done", "alarm", []),
+        (overflowing(3), "done", "note", ["3 steps were skipped because the gradient overflowed"]),
+        (overflowing(30), "done", "warning", ["30 steps were skipped because the gradient"]),
+        ([{"step": 201, "event": "skip", "why": "a spike"}, *overflowing(3)], "done", "warning",
+         ["1 step was skipped (step 201): a spike."]),
+        ([*ROWS, {"step": 200, "event": "clear_amax"}], "done", "warning", ["1 amax history was"]),
+    ],
+)  # fmt: skip
+def test_what_happened_is_said_with_its_weight(analyzed, metrics, state, level, sentences):
+    result = analyzed(metrics=metrics, every=0)
+    assert headline(result.run)["state"].split(",")[0] == state
+    assert len(texts(result, level)) == len(sentences)
+    for text, sentence in zip(texts(result, level), sentences, strict=True):
+        assert sentence in text
+
+
+def test_a_branch_has_its_own_events_and_speed(analyzed):
+    after = [row | {"tokens_per_s": 20_000.0} for row in ROWS[150:]]
     branch = {"step": 150, "event": "branch", "why": "begun with runs/a/checkpoints/step-000150"}
-    before = [*rows[:44], *EVENTS[:5], *rows[30:150]]
-    path = make_run(tmp_path / "r", metrics=[*before, branch, *after])
-    assert "skipped" not in " ".join(findings_of(path))
-    run = read_run(path)
-    assert [row["event"] for row in folded(run.metrics.events)] == ["branch"]
-    assert len(run.metrics.rows) == 200
-    assert headline(run)["tokens/s"] == "20,000 (median)"
-    picture = throughput([run], ["r"], "tokens")
+    result = analyzed(metrics=[*ROWS[:44], *EVENTS[:5], *ROWS[30:150], branch, *after])
+    assert "skipped" not in " ".join(texts(result))
+    assert len(result.run.metrics.rows) == 200
+    assert headline(result.run)["tokens/s"] == "20,000 (median)"
+    picture = throughput([result.run], ["r"], "tokens")
     assert picture is not None
     assert "median 20,000 tokens/s" in picture.caption
-
-
-def test_a_run_that_failed_says_why_first(tmp_path):
-    rows = metric_rows(200)
-    stop = {"step": 71, "event": "stop", "why": "The loss is nan. Lower --lr.", "loss": None}
-    run = make_run(tmp_path / "r", metrics=[*rows[:70], stop])
-    assert headline(read_run(run))["state"] == "failed"
-    assert findings_of(run)[0] == "The run stopped at step 71: The loss is nan. Lower --lr."
-    resumed = make_run(tmp_path / "s", metrics=[*rows[:70], stop, *rows[70:]])
-    assert headline(read_run(resumed))["state"] == "done"
-
-
-@pytest.mark.parametrize(("skipped", "level"), [(3, "note"), (30, "warning")])
-def test_a_few_skipped_steps_of_fp16_are_usual_and_many_are_not(tmp_path, skipped, level):
-    rows = [row | {"skipped": row["step"] <= skipped} for row in metric_rows(200)]
-    rows += [{"step": 201, "event": "skip", "why": "a spike"}]
-    run = make_run(tmp_path / "r", recipe="fp16", metrics=rows, every=0)
-    assert f"{skipped} steps were skipped because the gradient" in " ".join(findings_of(run, level))
-    assert "1 step was skipped (step 201): a spike." in findings_of(run, "warning")
 
 
 # The run itself
@@ -295,12 +273,10 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     versions = {"fp8stack": "0.1.0", "torch": "2.13.0"}
     begin = {"event": "begin", "time": "2026-03-01T08:30:00+00:00", "step": 0, "versions": versions}
     end = {"event": "end", "step": 90, "seconds": 3600.4, "how": "stopped by a signal, and saved"}
-    again = begin | {"time": "2026-03-02T08:30:00+00:00", "step": 90}
     for rows, took in (
         ([begin], "not known yet"),
         ([begin, end | {"seconds": 1e300}], "not known yet"),
-        ([begin, end], "1:00:00"),
-        ([begin, end, again], "at least 1:00:00, in 2 sessions"),
+        ([begin, end, begin | {"step": 90}], "at least 1:00:00, in 2 sessions"),
     ):
         write_lines(path / "sessions.jsonl", rows)
         run = read_run(path)
@@ -330,20 +306,25 @@ def test_what_is_missing_or_too_large_is_noted(tmp_path):
     (run / "plan.json").unlink()
     with (run / "run.toml").open("r+b") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
-    assert {finding.level for finding in analyzed(run).findings} == {"note"}
-    assert findings_of(run, "note") == ["run.toml cannot be read.", "plan.json is missing."]
-    assert verdict(analyzed(run)).startswith("Nothing alarming: 2 notes.")
+    result = analyze(read_run(run))
+    assert texts(result, "note") == ["run.toml cannot be read.", "plan.json is missing."]
+    assert verdict(result) == "Nothing alarming: 2 notes."
 
 
-def test_why_a_run_has_no_telemetry_is_said(tmp_path):
-    fp32 = make_run(tmp_path / "fp32", recipe="fp32", every=0)
-    assert "no layer of this run is in FP8 (fp32)" in summary.without_telemetry(read_run(fp32))
-    off = make_run(tmp_path / "off", every=0)
-    assert "it was switched off" in summary.without_telemetry(read_run(off))
-    empty = make_run(tmp_path / "empty", telemetry=[])
-    assert "telemetry.jsonl holds no sample" in summary.without_telemetry(read_run(empty))
-    (empty / "telemetry.jsonl").unlink()
-    assert "there is no telemetry.jsonl" in summary.without_telemetry(read_run(empty))
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"recipe": "fp32", "every": 0}, "no layer of this run is in FP8 (fp32)"),
+        ({"every": 0}, "it was switched off"),
+        ({"telemetry": []}, "telemetry.jsonl holds no sample"),
+    ],
+)
+def test_why_a_run_has_no_telemetry_is_said(tmp_path, more, reason):
+    run = make_run(tmp_path / "r", **more)
+    assert reason in summary.without_telemetry(read_run(run))
+    (run / "telemetry.jsonl").unlink(missing_ok=True)
+    sentence = reason if more.get("every") == 0 else "there is no telemetry.jsonl"
+    assert sentence in summary.without_telemetry(read_run(run))
 
 
 def test_a_model_from_a_file_and_one_that_trains_on_have_a_forecast_by_size(tmp_path):
@@ -352,55 +333,50 @@ def test_a_model_from_a_file_and_one_that_trains_on_have_a_forecast_by_size(tmp_
     (run / "presets").mkdir()
     preset = "vocabulary = 256\ncontext = 64\nlayers = 2\nwidth = 64\nheads = 2\n"
     (run / "presets" / "mine.toml").write_text(preset)
-    forecasts = []
+    tokens = []
     for more in ("", 'init_from = "/elsewhere"\n'):
         (run / "run.toml").write_text(text + more)
-        forecasts.append(read_run(run).forecast)
-    fresh, trained_on = forecasts
-    assert fresh is not None
-    assert trained_on is not None
-    assert trained_on.tokens != fresh.tokens
+        forecast = read_run(run).forecast
+        assert forecast is not None
+        tokens.append(forecast.tokens)
+    assert tokens[0] == 200 * 8 * 64 != tokens[1]
 
 
-def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(tmp_path):
+def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(analyzed):
     exact = {("delayed", "input"): 30.0, ("mxfp8", "input"): 34.1, ("current", "input"): 28.5}
 
     def change(row):
         if "operand" in row:
             row["sqnr_db"] = exact.get((row["recipe"], row["operand"]), 25.0)
 
-    run = make_run(tmp_path / "r", change=change, what_if=("current", "mxfp8"))
-    comparison = what_if(analyzed(run))
+    comparison = what_if(analyzed(change=change, what_if=("current", "mxfp8")))
     assert comparison is not None
-    rows = {
-        name: dict(zip(comparison.kinds, cells, strict=True)) for name, cells, _ in comparison.rows
-    }
-    assert rows["mxfp8"]["input"] == (34.1, pytest.approx(4.1))
-    assert rows["current"]["input"] == (28.5, pytest.approx(-1.5))
-    assert rows["delayed"]["input"] == (30.0, None)
-    assert rows["mxfp8"]["weight"] == (25.0, 0.0)
+    rows = {name: (cells[0], is_own) for name, cells, is_own in comparison.rows}
+    assert comparison.kinds[0] == "input"
+    assert rows["delayed"] == ((30.0, None), True)
+    assert rows["mxfp8"] == ((34.1, pytest.approx(4.1)), False)
+    assert rows["current"] == ((28.5, pytest.approx(-1.5)), False)
     assert comparison.sentence.startswith(
         "mxfp8 would have cost 4.1 dB less on input; current would have cost 1.5 dB more on input."
     )
-    assert what_if(analyzed(make_run(tmp_path / "none"))) is None
+    assert what_if(analyzed()) is None
 
 
-def test_idle_experts_are_a_finding_and_shares_that_are_no_numbers_are_unknown(tmp_path):
-    def shares(step: int, shares: list[Any]) -> list[dict[str, Any]]:
-        return [{"step": step, "experts": f"blocks.{i}.mlp", "shares": shares} for i in range(2)]
+def test_idle_experts_are_a_finding_and_shares_that_are_no_numbers_are_unknown(analyzed):
+    def run(*samples: tuple[int, list[Any]]) -> Analysis:
+        rows = [
+            {"step": step, "experts": f"blocks.{i}.mlp", "shares": shares}
+            for step, shares in samples
+            for i in range(2)
+        ]
+        return analyzed(50, telemetry=operand_rows(2, [50]) + rows)
 
-    def run(rows: list[dict[str, Any]]) -> Path:
-        telemetry = operand_rows(2, [50]) + rows
-        return make_run(tmp_path / str(len(rows)), metrics=metric_rows(50), telemetry=telemetry)
-
-    path = run(shares(1, [0.25] * 4) + shares(50, [0.75, 0.25, 0, 0]))
-    layers, loads = read_run(path).telemetry.expert_loads()
+    result = run((1, [0.25] * 4), (50, [0.75, 0.25, 0, 0]))
+    layers, loads = result.run.telemetry.expert_loads()
     assert layers == ["blocks.0.mlp", "blocks.1.mlp"]
     assert loads.tolist() == [[3, 1, 0, 0]] * 2
-    (finding,) = findings_of(path, "warning")
+    (finding,) = texts(result, "warning")
     assert finding.startswith("4 experts of 8 got no token at step 50, 2 of them in blocks.0.mlp.")
-    path = run([*shares(1, [0.5, "x"]), {"step": 1, "experts": "a", "shares": 3}])
-    layers, loads = read_run(path).telemetry.expert_loads()
-    assert layers == ["blocks.0.mlp", "blocks.1.mlp"]
-    assert np.isnan(loads[:, 1]).all()
-    assert findings_of(path) == []
+    result = run((1, [0.5, "x"]))
+    assert np.isnan(result.run.telemetry.expert_loads()[1][:, 1]).all()
+    assert texts(result) == []

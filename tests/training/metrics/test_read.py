@@ -67,7 +67,7 @@ def test_events_are_no_rows_but_overflows_and_losses_that_are_not_finite_are_bot
 
 
 def test_a_branch_has_the_rows_of_its_origin_and_its_own_events(folder):
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"step": 4, "event": "skip", "why": "a spike"}, {"step": 5, "loss": 2.0},
         {"step": 5, "event": "branch", "why": "begun with x"}, {"step": 6, "loss": 1.0},
     ]  # fmt: skip
