@@ -27,10 +27,10 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
+from fp8stack.training.metrics.read import Metrics, read_metrics
 from fp8stack.training.metrics.throughput import Peak, peak_rate, restart_peak_memory
 from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run, Variant, versions
-from fp8stack.training.run_folder import BRANCH
 from fp8stack.training.signals import STOPPED, StopRequests, stop_requests
 from fp8stack.training.step import Step
 
@@ -317,11 +317,8 @@ class _Loop:
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
             return
-        rows = run.folder.read_metrics() if run.ranks.is_main else []
-        of_step = [row for row in rows if row["step"] == run.step]
-        steps = [row for row in of_step if "event" not in row]  # the last one is valid
-        is_evaluated = any(row.get("event") == BRANCH for row in of_step)
-        is_evaluated |= bool(steps) and "val_loss" in steps[-1]
+        metrics = read_metrics(run.folder.path) if run.ranks.is_main else Metrics()
+        is_evaluated = run.step in (metrics.began, *metrics.column("val_loss")[0])
         if run.ranks.any(run.ranks.is_main and not is_evaluated):
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:

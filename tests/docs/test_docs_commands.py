@@ -51,7 +51,7 @@ def _estimates(command: Command) -> bool:
 
 def _draws(command: Command) -> bool:
     """Whether it draws the page of a report, as tests of reports do."""
-    return command.text.startswith("fp8stack report") and "--text" not in command.text
+    return command.text.startswith("fp8stack report")
 
 
 def _kills(command: Command) -> bool:
@@ -168,7 +168,7 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
     assert exit_code(*runner.scaled(words)) == 0
 
 
-def _runs_are_there(runs: list[Path], out: str | None, text: bool, as_json: bool) -> None:
+def _runs_are_there(runs: list[Path], out: str | None, as_json: bool) -> None:
     """In place of a report's drawing."""
     assert all((run / "metrics.jsonl").exists() for run in runs)
 

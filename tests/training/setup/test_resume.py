@@ -313,7 +313,7 @@ def test_steps_that_are_repeated_are_dropped_from_the_log(tmp_path):
             folder.append_metrics(row)
         folder.append_telemetry([{"step": 1}, {"step": 7}], {"recipe": "delayed"})
         folder.forget_after(6)
-        assert folder.read_metrics() == rows
+        assert metrics(folder.path) == rows
         rows_before = folder.telemetry.read_text().splitlines()
         assert [json.loads(line).get("step") for line in rows_before] == [None, 1]
 
@@ -325,10 +325,10 @@ def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(t
         folder.append_metrics(row)
     folder.complete_metrics(8, {"val_loss": 2.0})
     rows = [{"step": 8, "loss": 1.0, "val_loss": 2.0}, bad]
-    assert folder.read_metrics() == rows
+    assert metrics(folder.path) == rows
     folder.append_metrics(bad | {"step": 9})
     folder.complete_metrics(9, {"val_loss": 3.0})
-    assert folder.read_metrics() == [*rows, bad | {"step": 9}, {"step": 9, "val_loss": 3.0}]
+    assert metrics(folder.path) == [*rows, bad | {"step": 9}, {"step": 9, "val_loss": 3.0}]
 
 
 @pytest.mark.parametrize(("model", "reason"), [("gpt2-124m", "K N"), ("gpt2-1.5b", "host")])
