@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from bench import runner
-from bench.quality import pictures, rooms
+from bench.quality import pictures
 
 ROOT = Path(__file__).parents[2]
 ORACLES = {
@@ -131,20 +131,5 @@ def test_the_command_writes_every_picture(tmp_path, drawn, monkeypatch):
     monkeypatch.setattr(pictures, "pictures", lambda: drawn)
     runner.run("pictures", ["--out", str(tmp_path)])
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert sizes.keys() == {f"{name}.png" for name in [*drawn, "rooms"]}
+    assert sizes.keys() == {f"{name}.png" for name in drawn}
     assert min(sizes.values()) > 10_000
-
-
-def test_the_picture_of_the_rooms_has_every_room_and_the_imports_of_today():
-    packages = {path.parent.name for path in (ROOT / "fp8stack").glob("*/__init__.py")}
-    assert {room for layer in rooms.layers() for room in layer} == packages
-    _, facts = rooms.rooms_picture()
-    assert facts["rooms"] == len(packages) <= 12
-    with Image.open(ROOT / "docs" / "images" / "rooms.png") as image:
-        assert json.loads(image.info["Description"]) == facts
-
-
-def test_an_arrow_that_follows_from_others_is_not_drawn():
-    pairs = {("a", "b"), ("b", "c"), ("a", "c"), ("d", "c"), ("a", "e")}
-    assert rooms.reduced(pairs) == {("a", "b"), ("b", "c"), ("d", "c"), ("a", "e")}
-    assert rooms.reduced(rooms.imports()) < rooms.imports()

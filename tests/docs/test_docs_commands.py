@@ -320,11 +320,8 @@ def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
 
 def _short(words: list[str]) -> list[str]:
     """The options of a scenario's quick form."""
-    options = {"reliability": ["--short", "--only=R3"], "startup": ["--rounds=2"]}
+    options = {"reliability": ["--short", "--only=R3"], "golden": []}
     options["gpu"] = ["--part=1"] if "--dry-run" in words else []
-    options["golden"] = []
     options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
-    timed = ("emulation", "step", "grid")
-    few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
-    few += ["--compiled=delayed"] if words[0] == "emulation" else []
-    return [*options.get(words[0], ["--tiny", *few]), "--out", "measured"]
+    options["emulation"] = ["--tiny", "--rounds=6", "--budget=1", "--compiled=delayed"]
+    return [*options.get(words[0], ["--tiny"]), "--out", "measured"]
