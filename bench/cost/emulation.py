@@ -144,7 +144,7 @@ def linear_arms(
         recipes = ("bf16", *recipes)  # without bf16 instructions, a large GEMM takes minutes
     layers |= {recipe: partial(fp8stack_linear, recipe, inputs, outputs) for recipe in recipes}
     for recipe in ("tensorwise", "mxfp8"):
-        layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
+        layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs)
     also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
     builders: dict[str, Callable[[], Arm]] = {}
     for name, layer in layers.items():
@@ -154,14 +154,12 @@ def linear_arms(
     return builders
 
 
-def fp8stack_linear(
-    recipe: str, inputs: int, outputs: int, device: str = "cpu", backend: str = "auto"
-) -> nn.Module:
-    """A linear layer of fp8stack, as a model would have it."""
-    plan = resolve(recipe, probe(device), backend).for_layers({"linear": (inputs, outputs)})
-    built_backend = build_backend(plan)
-    layer = built_backend.linear("linear", inputs, outputs, True).to(device)
-    built_backend.attach(layer)
+def fp8stack_linear(recipe: str, inputs: int, outputs: int) -> nn.Module:
+    """A linear layer of fp8stack on a CPU, as a model would have it."""
+    plan = resolve(recipe, probe("cpu")).for_layers({"linear": (inputs, outputs)})
+    backend = build_backend(plan)
+    layer = backend.linear("linear", inputs, outputs, True)
+    backend.attach(layer)
     return layer
 
 
