@@ -36,7 +36,7 @@ LONG = {
     "bench": r"python -m bench(?! check)",
     "compare": r"fp8stack compare --",
     "estimate": r"fp8stack estimate",
-    "report": r"fp8stack report(?!.*--text)",
+    "report": r"fp8stack report",
     "fault": r"python -m tests\.faults\.harness",
 }
 
