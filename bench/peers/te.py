@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.gpu import te_modules
 from bench.peers import autocast, shape_of
 from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
 from fp8stack.analysis.benchmark.step_timing import StepWork, training_step
-from fp8stack.analysis.conform import te_casts as te_raw
 from fp8stack.layers.cudnn import load_cudnn
 
 
@@ -46,7 +46,7 @@ class TEGPT(PlainGPT):
         super().__init__(shape)
         import transformer_engine.pytorch as te
 
-        self.recipe = te_raw.recipe(scaling) if scaling else None
+        self.recipe = te_modules.recipe(scaling) if scaling else None
         self.to("cuda")
         self.rotation: Tensor | None = None
         if shape.llama:
