@@ -27,7 +27,7 @@ from fp8stack.common.io import DEEPEST, parse_toml, read_toml
 from fp8stack.common.terminal import warn
 from fp8stack.data.tokenizer import NAMED
 from fp8stack.model.config import GPTConfig
-from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
+from fp8stack.planning.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.precision.recipe_file import RecipeFile
 
 OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
@@ -195,8 +195,6 @@ class RunConfig(BaseModel):
     """A run or checkpoint whose weights the run begins with."""
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
     """The recipe of each phase of the run, and the recipe of its validation losses."""
-    calibration_steps: Annotated[int, Field(ge=0, le=4096)] = 16
-    """phases: steps before delayed scaling begins that already record its amaxes."""
     guard: GuardConfig = GuardConfig()
     model_overrides: dict[str, Override] = {}
     recipe_overrides: dict[str, Override] = {}
@@ -266,10 +264,13 @@ class RunConfig(BaseModel):
 
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "save_fp8": (False, "--activation-checkpointing selective saves more memory"),
+    "calibration_steps": (
+        16,
+        "a phase in delayed scaling is calibrated by its first step",
+    ),
     "debug_steps": (0, "metrics.jsonl has the values of each step with log_every = 1"),
 }
-"""Keys that earlier runs have, with their default and what serves instead. They change no number
-of a run, so they are ignored."""
+"""Keys that earlier runs have, with their default and what serves instead. They are ignored."""
 
 
 @lru_cache(maxsize=64)
@@ -303,9 +304,7 @@ FREE_ON_RESUME = frozenset(
 """Keys that a resumed run may change: keys that do not affect its numbers; the device, the backend
 and `accumulate`, so that it can resume on other machines; and `steps`. The files of the model, the
 recipe and the data may have moved; their contents are compared."""
-FREE_IN_BRANCH = frozenset(
-    {"phases", "calibration_steps", "lr", "min_lr", "schedule", "warmup_steps", "decay_fraction"}
-)
+FREE_IN_BRANCH = frozenset({"phases", "lr", "min_lr", "schedule", "warmup_steps", "decay_fraction"})
 """More keys that a branch may change: a new run that begins with a checkpoint of another. Its
 recipe may be another one, too."""
 

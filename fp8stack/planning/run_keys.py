@@ -100,7 +100,6 @@ class RunKeys(TypedDict, total=False):
     what_if: str | Sequence[str]
     init_from: str | Path | None
     phases: str | Sequence[Mapping[str, Any]]
-    calibration_steps: int
     guard: GuardKeys
     model_overrides: Mapping[str, Any]
     recipe_overrides: Mapping[str, Any]

@@ -19,9 +19,9 @@ from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers.compiler import require_compiler
 from fp8stack.model.config import load_config
+from fp8stack.planning.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
 from fp8stack.planning.run_config import RunConfig, parse_config, percent
 from fp8stack.precision import Plan, Recipe, probe
-from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
 from fp8stack.precision.recipe_file import recipe_from_json
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
@@ -293,10 +293,10 @@ def _plan(config: RunConfig, source: str) -> Plan:
         raise UserError(f"{warning}. Give more --steps, a smaller --shared or other phases.")
     of_source = [
         place
-        for phase, place in zip(schedule.phases, schedule.variants, strict=True)
+        for phase, place in zip(schedule.phases, schedule.indices, strict=True)
         if phase.recipe == source
     ]
-    plan = plans[of_source[-1] if of_source else schedule.variants[-1]]
+    plan = plans[of_source[-1] if of_source else schedule.indices[-1]]
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
     return plan

@@ -57,13 +57,13 @@ def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     finite, the first that is much larger than in the good step `good`. A group is compared with all
     groups of its layer, since it may have had few rows in the good step. None if the step does not
     go wrong again. `run` has to be in its state before the bad step."""
-    trace = _repeat(run, bad)
+    trace = repeat_step(run, bad)
     amaxes = _to_host(trace)
     for traced, amax in zip(trace, amaxes, strict=True):
         if not amax < LARGEST:
             return _blame(traced, f"is {amax:.3g}" if math.isfinite(amax) else "is not finite")
     usual: dict[tuple[str, str], float] = {}
-    good_trace = _repeat(run, good)
+    good_trace = repeat_step(run, good)
     for traced, amax in zip(good_trace, _to_host(good_trace), strict=True):
         place = traced.layer, traced.operand
         usual[place] = max(amax, usual.get(place, 0.0))
@@ -98,8 +98,8 @@ def _to_host(trace: Trace) -> list[float]:
     return values
 
 
-def _repeat(run: Run, step: int) -> Trace:
-    """Repeat the passes of a step and record every operand's amax, without changing the run."""
+def repeat_step(run: Run, step: int) -> Trace:
+    """Run the passes of a step and record every operand's amax, without changing the run."""
     trace: Trace = []
     tokens_BT = tokens_of(run, step).to(run.accelerator.device)
 
@@ -122,12 +122,14 @@ def _repeat(run: Run, step: int) -> Trace:
         for name, parameter in reversed(list(run.model.named_parameters())):
             if parameter.grad is not None:
                 layer, _, key = name.rpartition(".")
-                operand = f"{key} gradient"
-                if isinstance(linears.get(layer), GroupedLinear):
-                    for group, amax in enumerate(_amaxes_of_groups(parameter.grad)):
-                        trace.append(Traced(layer, operand, amax, group))
-                else:
-                    trace.append(Traced(layer, operand, _amax(parameter.grad)))
+                is_grouped = isinstance(linears.get(layer), GroupedLinear)
+                # Also the parameters, which are not observed where they are gathered in FP8.
+                for operand, tensor in ((f"{key} gradient", parameter.grad), (key, parameter)):
+                    if is_grouped:
+                        for group, amax in enumerate(_amaxes_of_groups(tensor)):
+                            trace.append(Traced(layer, operand, amax, group))
+                    else:
+                        trace.append(Traced(layer, operand, _amax(tensor)))
     return trace
 
 

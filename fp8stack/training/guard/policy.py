@@ -55,8 +55,6 @@ class Outcome:
     skipped: bool = False  # whether the last step was skipped: the RNG state is restored
     leave_out: bool = False  # whether to skip training on the next step's batch
     back_to: Checkpoint | None = None  # the checkpoint to roll back to
-    leave_fp8: tuple[str, ...] = ()  # layers to take out of FP8
-    enter_fp8: tuple[str, ...] = ()  # layers to put back into FP8
     to_bf16: bool = False  # whether to change from fp16 to bf16
     failure: str = ""  # why the run has to stop, with a diagnosis: exit code 5
 
@@ -123,7 +121,6 @@ class Guard:
                 f"{counted(self.config.layer_steps, 'step is', 'steps are')} over",
                 layer=layer,
             )
-        outcome.enter_fp8 = tuple(over)
         return outcome
 
     def check(self, step: int, *, acts: bool = True) -> Outcome:
@@ -295,17 +292,19 @@ class Guard:
         self._outcome.back_to = saved
 
     def _leave_fp8(self, step: int, where: Row, reason: str, last: int | None) -> None:
-        precision, scope, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
-        if scope == WHOLE:
-            scope, layers = "the whole model", self._all_in_fp8()
+        precision = self.run.plan.compute_dtype
+        scope = "the whole model" if where["layer"] == WHOLE else where["layer"]
         self._tried.append(f"ran {scope} in {precision}")
         self._add_event(step, "demote", reason, **where, precision=precision, until_step=last)
-        self._outcome.leave_fp8 = tuple(layers)
 
     def _all_in_fp8(self) -> list[str]:
-        """The layers and attention that are in FP8 in any phase."""
-        paths = (path for variant in self.run.variants for path in fp8_parts(variant.model))
-        return list(dict.fromkeys(paths))
+        """The layers and attention that are in FP8 in any recipe of the run."""
+        plans = self.run.plans
+        linears = [layer.name for plan in plans for layer in plan.layers if layer.fp8]
+        if not any(plan.recipe.fp8_attention for plan in plans):
+            return linears
+        names = (layer.name for layer in plans[0].layers)
+        return linears + [name.removesuffix(".qkv") for name in names if name.endswith(".qkv")]
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
         """The operand to blame: the operand with a bad amax, or else the one that `diagnose` finds

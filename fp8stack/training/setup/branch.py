@@ -57,8 +57,8 @@ def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumpt
         refuse_differences(resumption, list(differing))
     require_same_tokenizer(resumption, checkpoint, run.data.tokenizer)
     fp8, note = _fp8_state(run, saved, checkpoint)
-    plans = [variant.plan.to_json() for variant in run.variants]
-    current = {"identity": dict(run.identity), "plan": run.main.plan.to_json(), "plans": plans}
+    plans = [plan.to_json() for plan in run.plans]
+    current = {"identity": dict(run.identity), "plan": run.main_plan.to_json(), "plans": plans}
     info = checkpoint.info | current
     info |= _decisions(run, saved, checkpoint, same_phases=resumption.saved.phases == config.phases)
     if run.ranks.is_main:
@@ -86,7 +86,7 @@ def _fp8_state(
     """The FP8 state that the branch begins with, and a note: the state of a new run, with the
     checkpoint's counters of stochastic rounding, and with its scales if its recipe and all their
     names and shapes are the same."""
-    new, saved = fp8_state(run.main.model), checkpoint.tensors.get("fp8", {})
+    new, saved = fp8_state(run.model), checkpoint.tensors.get("fp8", {})
     is_same = saved_identity["recipe"] == run.identity["recipe"]
     keeps_scales = is_same and _shapes_of_scales(new) == _shapes_of_scales(saved)
     state = new | {
@@ -94,9 +94,8 @@ def _fp8_state(
         for name, tensor in saved.items()
         if name in new and (keeps_scales or _is_counter(name))
     }
-    _, place = run.schedule.at(checkpoint.step + 1)
-    begins_in_delayed = run.main.backend.delayed is not None and run.variants[place] is run.main
-    if keeps_scales or not begins_in_delayed:
+    _, index = run.schedule.at(checkpoint.step + 1)
+    if keeps_scales or not run.plans[index].delayed:
         return state, []
     return state, ["the scales of delayed scaling begin at 1, as in a new run"]
 

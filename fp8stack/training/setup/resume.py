@@ -354,8 +354,7 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
             notes.append(f"{key} {before} -> {now}: losses may differ")
     run.restore(checkpoint)
     if (guard := info["guard"]) is not None:
-        for layer in guard["demoted"]:
-            run.set_fp8(layer, False)
+        run.set_without_fp8(guard["demoted"])
         if guard["left_fp16"]:
             run.leave_fp16()
             notes.append("the guard left fp16 before: the run goes on in bf16")
@@ -374,7 +373,7 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
 def _require_same_identity(run: Run, resumption: Resumption, info: Mapping[str, Any]) -> None:
     """Raise a UserError if model, recipes or data differ from those in checkpoint.json."""
     saved, current = with_quantizers(info["identity"]), dict(run.identity)
-    names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
+    names = [run.main_plan.recipe.name, info["plan"]["recipe"]["name"]]
     if saved["recipe"] != current["recipe"] and names[0] != names[1]:
         by_machine = ", as auto chooses by machine" if run.config.recipe == "auto" else ""
         difference = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
