@@ -1,5 +1,6 @@
 """The training loop: steps, logging, evaluation, checkpoints, and the guard's decisions."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -215,11 +216,11 @@ class _Loop:
         run.state.step = step
         self.metrics.step_done()
         if run.telemetry.due(step, 1, config.steps):
-            self.metrics.report(step, self.guard.plan_now(), self.train_step.load())
+            self.metrics.report(step, self.guard.plan(), self.train_step.load())
         if not logs:
             return {}
         # Reading the loss synchronizes with the device.
-        precision = self.guard.plan_now().precision
+        precision = self.guard.plan().precision
         row = self.metrics.row(step, float(loss), float(norm), precision)
         if (load := self.train_step.load()) is not None:
             row |= load.metrics()
@@ -230,7 +231,8 @@ class _Loop:
     def enter_phase(self, step: int) -> None:
         """Use the plan that trains `step`."""
         if (plan := self.phases.plan(step)) != self.run.state.active:
-            switch(self.run, plan, step)
+            good = next(n for n in itertools.count(step) if n not in self.guard.left_out)
+            switch(self.run, plan, good)
             self.metrics.update_peak()
             restart_peak_memory(self.run.accelerator.device)
         self.phases.enter(step)

@@ -18,8 +18,8 @@ CONSERVATIVE = "conservative"
 
 
 def switch(run: Run, index: int, step: int) -> None:
-    """Train with the plan at `index` from `step` on. Delayed scaling that begins there takes its
-    first scales from the operands that the step has in the recipe before."""
+    """Train with the plan at `index` from now on. Delayed scaling that begins takes its first
+    scales from the operands of `step`, the next one, in the recipe before."""
     scale = 1.0 if run.scaler is None else run.scaler.get_scale()
     begins = run.plans[index].delayed and run.delayed is not None and run.delayed.history.is_new
     trace = repeat_step(run, step) if begins else []
@@ -31,6 +31,7 @@ def switch(run: Run, index: int, step: int) -> None:
     for layer, operand, amax, group in trace:
         path = layer if group is None else f"{layer}.{group}"
         amax = amax / scale if operand == "grad_output" else amax
+        amax = amax.where(amax.isfinite(), 0.0)  # as if there was none
         for slot in run.delayed.slots_of(path, operand):
             amaxes[slot] = torch.maximum(amaxes.get(slot, amax), amax)
     run.delayed.calibrate(amaxes)

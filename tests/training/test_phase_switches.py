@@ -19,6 +19,7 @@ from fp8stack.layers.observe import all_linears, fp8_parts, observing
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 from fp8stack.training.dataloader import batches
+from fp8stack.training.guard.policy import _all_in_fp8
 from fp8stack.training.metrics.console import describe_run
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
@@ -438,7 +439,7 @@ def test_the_whole_model_is_the_layers_of_all_phases(tmp_path):
     phases = {"name": "a", "until": 3, **overrides}, {"name": "b"}
     guard = SmallLoop(tmp_path / "r", "mxfp8", phases=phases, width=128).loop.guard
     assert "blocks.0.mlp.down" not in fp8_parts(guard.run.model)
-    assert "blocks.0.mlp.down" in guard._all_in_fp8()
+    assert "blocks.0.mlp.down" in _all_in_fp8(guard.run.plans)
 
 
 def test_the_model_that_left_fp16_shares_the_counters_of_the_others(tmp_path):
@@ -460,7 +461,7 @@ def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):
         small.advance(1)
         full[step] = small.loop.metrics.fp8_gemms
     assert full[1] == full[4] == 9  # three linears of a block of four
-    assert small.loop.guard.plan_now().layer("blocks.0.mlp.up").fp8 is False
+    assert small.loop.guard.plan().layer("blocks.0.mlp.up").fp8 is False
 
 
 def test_resuming_with_other_phases_is_refused(command, refused, phases, capsys):

@@ -2,7 +2,7 @@
 hooks. The run is not changed."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,9 @@ from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.observe import all_linears, observing
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.training.dataloader import inputs_of, tokens_of
+from fp8stack.training.guard.monitor import BadStep
 from fp8stack.training.guard.spikes import LARGEST
+from fp8stack.training.optim.chained import plain
 from fp8stack.training.run import Run
 
 STANDS_OUT = 8.0  # an operand is blamed if its amax is this many times its amax in a good step
@@ -77,6 +79,49 @@ def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     # The excess grows or shrinks from layer to layer: blame the first of about that size.
     first = next(index for index, ratio in enumerate(ratios) if ratio >= worst**0.5)
     return _blame(trace[first], f"is {ratios[first]:.3g} times its usual")
+
+
+def find_culprit(run: Run, bad: Sequence[BadStep], left_out: Collection[int]) -> Diagnosis | None:
+    """The operand to blame for bad steps in a row: the operand with a bad amax, or else the one
+    that `diagnose` finds by comparing the last of them with a step before that was not left out."""
+    slot = bad[-1].slot
+    if slot is not None:
+        layer, operand, group = place_of(slot)
+        fault = "has an amax out of all proportion"
+        return Diagnosis(layer=layer, operand=operand, fault=fault, group=group)
+    before = range(bad[0].step - 1, 0, -1)
+    good = next((number for number in before if number not in left_out), 1)
+    return diagnose(run, bad[-1].step, good)
+
+
+def broken_tensor(run: Run) -> str:
+    """A clause that names a weight or moment that is not finite (`LARGEST` or more), and in a
+    grouped linear the group."""
+    linears = all_linears(run.model)
+    for name, parameter in run.model.named_parameters():
+        state = plain(run.optimizer.state.get(parameter, {}))
+        for key, tensor in {"": parameter.detach(), **state}.items():
+            if tensor.dtype.itemsize == 1:  # quantized; broken values show in its scales
+                continue
+            shard = local_shard(tensor)
+            largest = float(shard.abs().max()) if shard.numel() else 0.0
+            if not largest < LARGEST:
+                tensor_name = f"the moment {key} of {name}" if key else name
+                if isinstance(linears.get(name.rpartition(".")[0]), GroupedLinear):
+                    broken = ~(shard.abs().flatten(1).amax(1) < LARGEST)
+                    tensor_name += f"[{first_row(tensor) + int(broken.nonzero()[0])}]"
+                return f"{tensor_name} contains {largest:.4g}"
+    return "a weight or a moment is not finite"
+
+
+def place_of(slot: str) -> tuple[str, str, int | None]:
+    """The layer, the operand and, in a grouped linear, the group of a slot. The slot may be of a
+    copy for one GEMM, such as `mlp.up.input.wgrad`."""
+    path, _, operand = slot.rpartition(".")
+    if operand in ("dgrad", "wgrad"):
+        path, _, operand = path.rpartition(".")
+    layer, _, number = path.rpartition(".")
+    return (layer, operand, int(number)) if number.isdecimal() else (path, operand, None)
 
 
 def _blame(traced: Traced, fault: str) -> Diagnosis:

@@ -15,8 +15,8 @@ from fp8stack.common.errors import NumericFailure
 from fp8stack.layers.operands import RngState
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
+from fp8stack.training.guard.diagnosis import place_of
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
-from fp8stack.training.guard.policy import _place_of
 from fp8stack.training.step import Step
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -424,6 +424,6 @@ def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
 
 
 def test_a_slot_of_a_copy_for_one_gemm_is_its_operands():
-    assert _place_of("blocks.0.mlp.up.input.wgrad") == ("blocks.0.mlp.up", "input", None)
-    assert _place_of("blocks.0.mlp.up.weight.dgrad") == ("blocks.0.mlp.up", "weight", None)
-    assert _place_of("blocks.0.mlp.experts.up.3.input") == ("blocks.0.mlp.experts.up", "input", 3)
+    assert place_of("blocks.0.mlp.up.input.wgrad") == ("blocks.0.mlp.up", "input", None)
+    assert place_of("blocks.0.mlp.up.weight.dgrad") == ("blocks.0.mlp.up", "weight", None)
+    assert place_of("blocks.0.mlp.experts.up.3.input") == ("blocks.0.mlp.experts.up", "input", 3)
