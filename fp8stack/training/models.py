@@ -48,8 +48,7 @@ def model_in(
         with torch.device("meta"):
             model = GPT(shape, backend, seed=None)
         _share_tensors(around, model)
-        if delayed is not None:
-            model.delayed_scaling = delayed  # type: ignore[assignment]
+        model.delayed_scaling = backend.delayed or delayed  # type: ignore[assignment]
     model.recompute = config.activation_checkpointing
     if compiled:
         model.compile_blocks(mode=config.compile_mode)

@@ -119,11 +119,11 @@ def _take_shards(model: GPT, around: GPT, trains: bool) -> None:
     """Replace the parameters of `model`, sharded on meta, by those of `around`. Shards that layers
     cast before they are gathered are wrapped for the layers of `model`."""
     for path, module in model.named_modules():
-        for name, own in module._parameters.items():
-            if own is None:
+        for name, on_meta in module._parameters.items():
+            if on_meta is None:
                 continue
             parameter: Any = around.get_parameter(f"{path}.{name}" if path else name)
-            like, rows = own.to_local(), local_shard(parameter)
+            like, rows = on_meta.to_local(), local_shard(parameter)
             rows = like.like(rows) if isinstance(like, ShardedWeight) else rows
             if trains:
                 parameter._local_tensor = rows

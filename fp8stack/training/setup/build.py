@@ -189,18 +189,15 @@ def _be_deterministic() -> None:
 def _build_model(planned: _Plans, config: RunConfig) -> GPT:
     """Build the model of the first phase, with the FP8 state of all phases. Raises a UserError if
     the model does not fit into the memory."""
-    first, *others = planned.plans
+    first, *later_plans = planned.plans
     try:
         model = model_in(first, config, planned.model, compiled=planned.compiled[0])
     except MemoryError as error:
         raise UserError(
             f"Model {config.model} does not fit into the memory that is left. Choose a smaller one."
         ) from error
-    for plan in others:  # which adds the counters of its layers to those of the run
-        if plan.delayed:
-            model.delayed_scaling = model_in(plan, config, planned.model, model).delayed_scaling
-        else:
-            model_in(plan, config, planned.model, model)
+    for plan in later_plans:  # whose layers add their counters of random bits to the run's
+        model.delayed_scaling = model_in(plan, config, planned.model, model).delayed_scaling
     return model
 
 
