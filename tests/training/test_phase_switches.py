@@ -18,8 +18,8 @@ from fp8stack.layers import fp8_state
 from fp8stack.layers.observe import all_linears, fp8_parts, observing
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
-from fp8stack.training import phase_switches
 from fp8stack.training.dataloader import batches
+from fp8stack.training.guard.diagnosis import repeat_step
 from fp8stack.training.guard.policy import _all_in_fp8
 from fp8stack.training.metrics.console import describe_run
 from tests.conftest import TINY, metrics
@@ -217,7 +217,7 @@ def harmful(folder: Path, *more: dict[str, Any]) -> SmallLoop:
     )  # fmt: skip
     loss_in: Any = small.loop.loss_in
     by_plan: Any = lambda plan: (1 + small.run.plans[plan].is_fp8) * loss_in(plan)  # noqa: E731
-    small.loop.loss_in = by_plan
+    small.loop.loss_in = by_plan  # type: ignore[method-assign]
     return small
 
 
@@ -289,7 +289,8 @@ def test_a_recipe_that_does_none_stays(tmp_path):
 def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"), save_every=2, steps=9)
     small.spoil("blocks.0.mlp.up.weight", {4, 5, 6})
-    with patch.object(phase_switches, "repeat_step", wraps=phase_switches.repeat_step) as repeated:
+    name = "fp8stack.training.phase_switches.repeat_step"
+    with patch(name, wraps=repeat_step) as repeated:
         small.advance(5)
         assert small.run.plan.precision == "delayed-emulated"
         small.advance(1)

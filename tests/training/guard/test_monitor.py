@@ -107,23 +107,12 @@ def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_
     )
 
 
-def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact():
-    watched, last = Watched(), 2**31 - 1
-    for step in range(last - LOG_ROWS - 10, last + 1):
+@pytest.mark.parametrize("rows", [LOG_ROWS, LOG_ROWS + 6])
+def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact(rows):
+    watched, last = Watched(log_rows=rows), 2**31 - 1
+    for step in range(last - rows - 10, last + 1):
         watched.step(step, NAN, 1.0)
-    assert [bad.step for bad in watched.poll().bad] == list(range(last - LOG_ROWS + 1, last + 1))
-
-
-def test_a_monitor_with_more_rows_tells_more_bad_steps():
-    watched, bad_steps = Watched(log_rows=LOG_ROWS + 6), [*range(1, LOG_ROWS + 7)]
-    for step in bad_steps:
-        watched.step(step, NAN, 1.0)
-    assert [bad.step for bad in watched.poll().bad] == bad_steps
-
-
-def test_after_bad_steps_are_forgiven_no_step_was_skipped():
-    watched = Watched()
-    watched.step(1, NAN, 1.0)
+    assert [bad.step for bad in watched.poll().bad] == list(range(last - rows + 1, last + 1))
     assert watched.skipped()
     watched.watch.forgive()
     look = watched.poll()

@@ -16,7 +16,6 @@ from fp8stack.layers import backend as base
 from fp8stack.layers.kernels import replay
 from fp8stack.layers.kernels.attention import attend
 from fp8stack.layers.observe import fp8_linears
-from fp8stack.precision.recipe_file import RecipeFile
 from fp8stack.training.guard import monitor, policy
 from fp8stack.training.guard.policy import Outcome
 from fp8stack.training.run import Run
@@ -25,7 +24,6 @@ from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
 from tests.support.cases import case
 from tests.support.small_loop import MIXTURE, SmallLoop, changed
-from tests.support.study_recipes import hadamard
 
 NAN, INF = math.nan, math.inf
 
@@ -97,69 +95,18 @@ def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path
     assert changed(before, small.everything()) == []
 
 
-# Every key of every recipe, at values that are not the defaults.
-KEYS: dict[str, list[dict[str, Any]]] = {
-    "delayed": [
-        {"amax_algorithm": "most_recent"},
-        {"amax_algorithm": "most_recent", "history_length": 1},
-        {"amax_algorithm": "most_recent", "history_length": 2, "margin": 3},
-        {"history_length": 1}, {"history_length": 2}, {"margin": 2}, {"margin": -2},
-        {"forward_format": "e5m2"}, {"backward_format": "e4m3"}, {"head": True},
-        {"exclude": ["*.mlp.down"]}, {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1},
-        {"attention": "fp32"}, {"residual": "bf16"},
-    ],
-    "current": [
-        {"power_of_two": True}, {"quantizer": {"eps": 1e-3}}, {"forward_format": "e5m2"},
-        {"backward_format": "e4m3"}, {"head": True}, {"exclude": ["*.mlp.down"]},
-        {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1}, {"attention": "fp32"},
-    ],
-    "block": [
-        {"power_of_two": False}, {"head": True}, {"exclude": ["*.mlp.down"]},
-        {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1}, {"attention": "fp32"},
-    ],
-    "mxfp8": [
-        {"scale_rounding": "floor"}, {"scale_rounding": "even"}, {"head": True},
-        {"exclude": ["*.mlp.down"]}, {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1},
-        {"attention": "fp32"},
-    ],
-    "rowwise": [{"power_of_two": False}, {"backward": "high_precision"}],
-    "rowwise_wgrad_hp": [{"head": True}, {"router": True}],
-    "mxfp6_e2m3": [{"weight": {"format": "e3m2"}}],
-    "mxfp6_e3m2": [{"backward": "dequantized"}],
-    "mxfp4": [
-        {"grad_output": {"rounding": "stochastic"}}, {"grad_output": {"format": "e5m2"}},
-        {"quantizer": {"block": [1, 16]}}, {"input": {"wgrad": "forward"}},
-        {"layers": [{"match": "blocks.0.*", "recipe": "delayed"}]},
-    ],
-    "nvfp4": [
-        {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, hadamard(0),
-        {"grad_output": {"rounding": "nearest"}}, {"backward": "high_precision"},
-        {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
-    ],
-    "nvfp4_forward_high": [{"exclude": ["*.mlp.down"]}],
-    "bf16": [{"attention": "fp32"}, {"compute_dtype": "fp32"}],
-    "fp16": [{"attention": "fp32"}, {"compute_dtype": "bf16"}],
-    "tf32": [{"compute_dtype": "fp32"}],
-    "fp32": [{"attention": "fp32"}, {"compute_dtype": "tf32"}],
-}  # fmt: skip
-
-
-def test_every_recipe_and_every_key_are_tried_with_the_guard():
-    assert sorted(KEYS) == presets.training_recipes()
-    tried = {key for ones in KEYS.values() for keys in ones for key in keys}
-    assert tried == RecipeFile.model_fields.keys() - {"name", "description", "like"}
-
-
 @pytest.mark.parametrize(
     ("recipe", "keys"),
     [
-        pytest.param(
-            *(name, keys),
-            marks=pytest.mark.slow if place or name not in ("delayed", "mxfp8", "nvfp4") else [],
-            id=f"{name}-{keys}",
-        )
-        for name, tried in KEYS.items()
-        for place, keys in enumerate(tried)
+        *(
+            case(name, {}, quick=name in ("delayed", "mxfp8", "nvfp4"))
+            for name in presets.training_recipes()
+        ),
+        # What the guard judges follows from these keys.
+        case("delayed", {"amax_algorithm": "most_recent", "history_length": 1}, quick=True),
+        case("delayed", {"amax_algorithm": "most_recent", "margin": 3}, quick=False),
+        case("delayed", {"history_length": 2, "margin": -2, "head": True}, quick=False),
+        case("delayed", {"forward_format": "e5m2", "residual": "bf16"}, quick=False),
     ],
 )
 def test_the_guard_finds_nothing_in_a_clean_run(recipe, keys, tmp_path):
@@ -283,41 +230,33 @@ def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_ag
     assert resumed.guard_events() == uninterrupted[1] or not saves
 
 
-def test_a_stop_between_two_rows_decides_nothing_of_its_own(tmp_path):
-    """Three bad steps in a row, which the row of step 10 does not show any more."""
-    keys: dict[str, Any] = {"steps": 20, "log_every": 10, "save_every": 20}
-    states = []
-    for name, stops in (("a", False), ("b", True)):
-        small = SmallLoop(tmp_path / name, "fp32", **keys)
-        small.spoil("", {4, 5, 6})
-        small.advance(6)
-        if stops:
-            small.loop.stop()
-            small = small.resumed()
-        small.advance(14)
-        states.append(small.everything())
-        assert small.guard_events() == [(step, "skip") for step in (4, 5, 6)]
-    assert changed(*states) == []
-
-
-@pytest.mark.parametrize("bad_steps", [{3}, {3, 15}])
-def test_the_calm_between_bad_steps_counts_whether_a_run_was_stopped_there_or_not(
-    bad_steps, tmp_path
+@pytest.mark.parametrize(
+    ("bad_steps", "stopped_at", "guard", "incidents"),
+    [
+        ({4, 5, 6}, 6, {}, 1),  # three in a row, which no row of the metrics shows any more
+        ({3}, 5, {"calm_steps": 8}, 0),
+        ({3, 15}, 5, {"calm_steps": 8}, 0),
+    ],
+)
+def test_a_stop_between_two_rows_decides_nothing_of_its_own(
+    bad_steps, stopped_at, guard, incidents, tmp_path
 ):
-    keys: dict[str, Any] = {"log_every": 20, "guard": {"calm_steps": 8}}
-    incidents = []
+    keys: dict[str, Any] = {"steps": 20, "log_every": 10, "save_every": 20, "guard": guard}
+    states = []
     for name, stops in (("a", False), ("b", True)):
         small = SmallLoop(tmp_path / name, "fp32", **keys)
         small.loop.guard._incidents = 1
         small.spoil("", bad_steps)
-        small.advance(5)
+        small.advance(stopped_at)
         if stops:
             small.loop.stop()
             small = small.resumed()
             small.spoil("", bad_steps)
-        small.advance(15)
-        incidents.append(small.loop.guard.state()["incidents"])
-    assert incidents == [0, 0]
+        small.advance(20 - stopped_at)
+        states.append(small.everything())
+        assert small.guard_events() == [(step, "skip") for step in sorted(bad_steps)]
+        assert small.loop.guard.state()["incidents"] == incidents
+    assert changed(*states) == []
 
 
 def test_all_bad_steps_between_two_rows_are_told(tmp_path):
