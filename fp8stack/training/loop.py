@@ -216,11 +216,11 @@ class _Loop:
         run.state.step = step
         self.metrics.step_done()
         if run.telemetry.due(step, 1, config.steps):
-            self.metrics.report(step, self.guard.plan(), self.train_step.load())
+            self.metrics.report(step, run.plan, self.train_step.load())
         if not logs:
             return {}
         # Reading the loss synchronizes with the device.
-        precision = self.guard.plan().precision
+        precision = run.plan.precision
         row = self.metrics.row(step, float(loss), float(norm), precision)
         if (load := self.train_step.load()) is not None:
             row |= load.metrics()
@@ -253,7 +253,7 @@ class _Loop:
             self.metrics.update_peak()
             if run.ranks.is_main:
                 run.folder.write_plan(run.plan_json())
-        run.set_without_fp8(self.guard.demoted)
+        run.demote(self.guard.demoted)
         if outcome.back_to is not None:
             self.roll_back(outcome.back_to)
         for event in outcome.events:

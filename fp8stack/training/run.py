@@ -1,7 +1,7 @@
 """A run: its immutable parts (`Run`), and its state, which the training loop changes."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import accelerate
@@ -57,7 +57,8 @@ class TrainingState:
     model: GPT  # in the recipe that trains now
     wrapped: nn.Module  # what a step calls: the model, or the DDP module of it
     active: int = 0  # index of the model's plan
-    without_fp8: frozenset[str] = frozenset()  # layers, and attention, that left FP8
+    # Layers, and attention, that left FP8, with the last step without FP8; None: permanently.
+    demoted: Mapping[str, int | None] = field(default_factory=dict)
     step: int = 0  # the last step that was done
 
 
@@ -93,8 +94,8 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """The plan that trains now."""
-        return self.state.plans[self.state.active]
+        """The plan that trains now, without FP8 in the layers that left it."""
+        return self.model.backend.plan
 
     @property
     def main_plan(self) -> Plan:
@@ -134,11 +135,12 @@ class Run:
     def use(self, index: int) -> None:
         """Train with the plan at `index` from now on: build the model again around its parameters.
         All ranks call this."""
-        plan, state, before = self.plans[index], self.state, self.model
+        state, before = self.state, self.model
         if before.backend.delayed is not None:
             before.backend.weights.watch(())  # so that its state does not hold the model
-        state.model = state.wrapped = self._built(plan, compiled=self._compiles(plan))
-        state.active, self.telemetry.plan = index, plan
+        compiled = self._compiles(self.plans[index])
+        state.model = state.wrapped = self._built(index, compiled=compiled)
+        state.active, self.telemetry.plan = index, self.plan
         self.accelerator.free_memory()  # of DDP's module
         if self.ranks.count > 1:
             state.wrapped = spread(state.model, self.accelerator, self.config, before)
@@ -148,27 +150,30 @@ class Run:
         the model that trains, unless that is the one. All ranks call this."""
         if index == self.state.active:
             return self.model
-        model = self._built(self.plans[index])
+        model = self._built(index)
         if self.ranks.count > 1 and self.config.parallel == "fsdp":
             fully_shard_model(model, self.accelerator, self.model, trains=False)
         return model
 
-    def _built(self, plan: Plan, *, compiled: bool = False) -> GPT:
-        shape = self.model.config
-        model = model_in(plan, self.config, shape, self.model, compiled=compiled)
-        for layer in self.state.without_fp8:
-            model.set_fp8(layer, False)
+    def _built(self, index: int, *, compiled: bool = False) -> GPT:
+        plan, demoted = self.plans[index], self.state.demoted
+        if demoted:
+            plan = _without_fp8(plan, demoted)
+        model = model_in(plan, self.config, self.model.config, self.model, compiled=compiled)
+        for path in demoted:
+            model.set_fp8(path, False)  # attention, which is no layer of the plan
         return model
 
     def _compiles(self, plan: Plan) -> bool:
         kind = self.config.activation_checkpointing
         return is_compiled(self.config.compile, plan, self.hardware, kind)[0]
 
-    def set_without_fp8(self, layers: Collection[str]) -> None:
-        """Run `layers`, and attention, without FP8, and no others, whatever the recipe."""
-        for layer in self.state.without_fp8 ^ set(layers):
-            self.model.set_fp8(layer, layer not in layers)
-        self.state.without_fp8 = frozenset(layers)
+    def demote(self, layers: Mapping[str, int | None]) -> None:
+        """Run `layers`, and attention, without FP8, and no others, whatever the recipe. Values are
+        as in `TrainingState.demoted`."""
+        if layers != self.state.demoted:
+            self.state.demoted = dict(layers)
+            self.use(self.state.active)
 
     def leave_fp16(self) -> None:
         """Train in bf16, without a loss scale, where the plan was fp16."""
@@ -215,6 +220,25 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
     }
+
+
+def _without_fp8(plan: Plan, demoted: Mapping[str, int | None]) -> Plan:
+    """The plan with layers that left FP8, see `TrainingState.demoted`."""
+    layers = []
+    for layer in plan.layers:
+        if layer.fp8 and layer.name in demoted:
+            last = demoted[layer.name]
+            until = "" if last is None else f" until step {last}"
+            layer = replace(
+                layer,
+                fp8=False,
+                precision=plan.compute_dtype,
+                reason=f"the guard took it out of FP8{until}",
+                quantizers=None,
+                backend=None,
+            )
+        layers.append(layer)
+    return replace(plan, layers=tuple(layers))
 
 
 def _in_bf16(plan: Plan) -> Plan:

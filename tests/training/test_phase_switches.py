@@ -466,7 +466,7 @@ def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):
         small.advance(1)
         full[step] = small.loop.metrics.fp8_gemms
     assert full[1] == full[4] == 9  # three linears of a block of four
-    assert small.loop.guard.plan().layer("blocks.0.mlp.up").fp8 is False
+    assert small.run.plan.layer("blocks.0.mlp.up").fp8 is False
 
 
 def test_resuming_with_other_phases_is_refused(command, refused, phases, capsys):

@@ -18,9 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack.common.errors import UserError
-from fp8stack.layers import Backend
 from fp8stack.layers.fsdp import ShardedWeight, local_shard
-from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Plan
@@ -110,8 +108,7 @@ def fully_shard_model(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to sum
     if around is not None:
         _take_shards(model, around, trains)
-    before = _BeforeAllGather(model, backend)
-    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_pre_hook(lambda *_: backend.before_all_gather(), prepend=True)
 
 
 @torch.no_grad()
@@ -131,38 +128,6 @@ def _take_shards(model: GPT, around: GPT, trains: bool) -> None:
                 shard: Any = DTensor(rows, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
                 parameter = nn.Parameter(shard, requires_grad=False)
             module._parameters[name] = parameter
-
-
-class _BeforeAllGather:
-    """A forward pre-hook of the model, which prepares the weights that FSDP2 gathers in the pass.
-    The gathered weight of a layer that left FP8, or came back to it, needs other memory: the hook
-    makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
-
-    def __init__(self, model: GPT, backend: Backend) -> None:
-        self.backend = backend
-        self.gathered = {
-            layer: layer.in_fp8
-            for layer in model.modules()
-            if isinstance(layer, LowPrecisionLayer)
-            and isinstance(layer.stored_weight, DTensor)
-            and isinstance(layer.stored_weight.to_local(), ShardedWeight)
-        }
-
-    def __call__(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        for layer, before in self.gathered.items():
-            if layer.in_fp8 != before:
-                self.gathered[layer] = layer.in_fp8
-                _forget_gathered(model, layer)
-        self.backend.before_all_gather()
-
-
-def _forget_gathered(model: nn.Module, layer: LowPrecisionLayer) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param is layer.weight:
-                    parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
-                    parameter.__dict__.pop("_unsharded_param", None)
 
 
 def _sums_one_by_one(config: RunConfig, device: torch.device, ranks: int) -> bool:

@@ -16,9 +16,9 @@ them out.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fp8stack.common.errors import UserError
@@ -177,10 +177,6 @@ class Guard:
         self._mend(step, reason)
         return self._outcome
 
-    def plan(self) -> Plan:
-        """The run's plan, with the layers that are out of FP8."""
-        return plan_without(self.run.plan, self.demoted)
-
     def _add_event(self, step: int, event: str, reason: str, **details: Any) -> None:
         self._outcome.events.append({"step": step, "event": event, "why": reason} | details)
 
@@ -302,19 +298,6 @@ class Guard:
 def _span(bad: Sequence[BadStep]) -> int:
     """The number of steps from the first to the last of `bad`."""
     return bad[-1].step - bad[0].step + 1
-
-
-def plan_without(plan: Plan, demoted: Mapping[str, int | None]) -> Plan:
-    """The plan with layers that the guard took out of FP8, see `Guard.demoted`."""
-    layers = []
-    for layer in plan.layers:
-        if layer.fp8 and layer.name in demoted:
-            last = demoted[layer.name]
-            until = "" if last is None else f" until step {last}"
-            reason = f"the guard took it out of FP8{until}"
-            layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=reason)
-        layers.append(layer)
-    return replace(plan, layers=tuple(layers)) if demoted else plan
 
 
 def _all_in_fp8(plans: Sequence[Plan]) -> list[str]:

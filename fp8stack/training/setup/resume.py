@@ -354,7 +354,7 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
             notes.append(f"{key} {before} -> {now}: losses may differ")
     run.restore(checkpoint)
     if (guard := info["guard"]) is not None:
-        run.set_without_fp8(guard["demoted"])
+        run.demote(guard["demoted"])
         if guard["left_fp16"]:
             run.leave_fp16()
             notes.append("the guard left fp16 before: the run goes on in bf16")

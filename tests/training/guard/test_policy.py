@@ -18,7 +18,6 @@ from fp8stack.layers.kernels.attention import attend
 from fp8stack.layers.observe import fp8_linears
 from fp8stack.training.guard import monitor, policy
 from fp8stack.training.guard.policy import Outcome
-from fp8stack.training.run import Run
 from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -161,16 +160,9 @@ def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_pa
     assert (small.events()[-1]["event"], small.events()[-1]["why"]) == ("stop", text)
 
 
-def test_a_diagnosis_says_that_fp16_was_left(tmp_path, monkeypatch):
+def test_a_diagnosis_says_that_fp16_was_left(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", steps=40, save_every=4)
     small.spoil("final_norm", range(6, 99))
-    leave = Run.leave_fp16
-
-    def leave_in_vain(run: Run) -> None:
-        leave(run)
-        small.spoil("final_norm", range(6, 99))  # of the model in bf16
-
-    monkeypatch.setattr(Run, "leave_fp16", leave_in_vain)
     with pytest.raises(NumericFailure) as error:
         small.go()
     tried = "went back to step 4 and left those batches out, then left fp16 for bf16"
