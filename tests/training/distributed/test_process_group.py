@@ -331,6 +331,32 @@ def test_ranks_that_leave_fp16_for_bf16_train_as_one(trained, parallel):
         assert row["loss"] == pytest.approx(expected["loss"], rel=5e-3, abs=0)
 
 
+@contextmanager
+def demoting(rank: int) -> Iterator[None]:
+    """A change: a layer is out of FP8 in steps 3 and 4, as the guard can decide."""
+    check = Guard.check
+
+    def checked(guard: Guard, step: int, **options: bool) -> Outcome:
+        if step == 2:
+            guard.demoted["blocks.0.mlp.up"] = 4
+        return check(guard, step, **options)
+
+    with patch.object(Guard, "check", checked):
+        yield
+
+
+def test_ranks_that_take_a_layer_out_of_fp8_and_back_train_as_one(trained):
+    flags = ("--recipe", "delayed", "--backend", "torch")
+    single = trained.single_rank(flags, demoting)
+    several = trained.several((*flags, "--parallel", "fsdp"), 2, demoting)
+    rows, expected_rows = (
+        [row for row in metrics(run) if "loss" in row] for run in (several, single)
+    )
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=5e-3, abs=0)
+        assert (row["fp8_gemms"] < rows[0]["fp8_gemms"]) == (row["step"] in (3, 4))
+
+
 GRID = [
     (recipe, backend, parallel)
     for backend, recipes in RECKONED.items()
