@@ -35,7 +35,6 @@ SCENARIOS = {
     "memory": "the peak memory of a step by recipe, beside what weights and moments need",
     "grid": "a step by precision, size and batch, and casts, scales, histories by themselves",
     "startup": "how long the command takes to start, and how many modules it imports",
-    "busy": "steps and the first command on a machine that other processes use",
     "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
     "law": "the law of fp8stack forecast, fitted to published losses and the study, and its errors",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",

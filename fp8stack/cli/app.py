@@ -32,7 +32,6 @@ from fp8stack.cli.results import show as show_run
 from fp8stack.common.errors import Interrupted, StorageError, UserError, quoted
 from fp8stack.common.terminal import show, silence, warn, write_text
 from fp8stack.common.version import __version__
-from fp8stack.training.threads import adapting
 
 app = typer.Typer(
     name="fp8stack",
@@ -123,8 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
             completion_init()
             app(prog_name="fp8stack")
         words = _completed(sys.argv[1:] if arguments is None else arguments)
-        with adapting():
-            code = app(words, standalone_mode=False)
+        code = app(words, standalone_mode=False)
         sys.stdout.flush()  # a full disk behind it is an error of the command
     except UserError as error:
         _fail(str(error), error.exit_code)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8stack import data
@@ -35,7 +34,6 @@ from fp8stack.training.run import Run, versions
 from fp8stack.training.run_folder import BRANCH
 from fp8stack.training.signals import STOPPED, StopRequests, stop_requests
 from fp8stack.training.step import Step
-from fp8stack.training.threads import BusySteps
 
 DONE, PREEMPTED = 0, 75
 
@@ -147,7 +145,6 @@ class _Loop:
         self.train_step = Step(run, self.monitor)
         device = run.accelerator.device
         self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
-        self.busy = BusySteps()
         self.saved_at, self.save_due = run.step, False
         self.streak = 0  # bad steps in a row at the last check
 
@@ -209,10 +206,7 @@ class _Loop:
         run, config = self.run, self.config
         tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
         profiles = run.ranks.is_main and self.profiler.wants(step)
-        with self.busy.step():
-            loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
-        if (note := self.busy.note(torch.get_num_threads())) is not None:
-            self.display.note(note)
+        loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         run.state.step = step
         self.metrics.step_done()
         if run.telemetry.due(step, 1, config.steps):

@@ -9,7 +9,6 @@ from fp8stack.planning.run_keys import RunKeys
 from fp8stack.training.loop import PREEMPTED, train
 from fp8stack.training.setup.start import set_up
 from fp8stack.training.signals import Preempted, StopRequests, stop_requests
-from fp8stack.training.threads import adapting
 
 
 def pretrain(
@@ -35,7 +34,7 @@ def pretrain(
     config, resume = (None if path is None else str(path) for path in (config, resume))
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
-    with adapting(), stop_requests() if is_main else nullcontext(StopRequests()) as stop:
+    with stop_requests() if is_main else nullcontext(StopRequests()) as stop:
         run = set_up(flags, config, [], resume, overwrite)
         if train(run, stop) == PREEMPTED:
             raise Preempted(f"Stopped after step {run.step}, saved. Go on with resume='auto'.")
