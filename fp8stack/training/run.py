@@ -161,7 +161,7 @@ class Run:
             plan = _without_fp8(plan, demoted)
         model = model_in(plan, self.config, self.model.config, self.model, compiled=compiled)
         for path in demoted:
-            model.set_fp8(path, False)  # attention, which is no layer of the plan
+            model.leave_fp8(path)  # attention, which is no layer of the plan
         return model
 
     def _compiles(self, plan: Plan) -> bool:

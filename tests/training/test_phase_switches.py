@@ -63,12 +63,6 @@ def events(run: Path) -> list[tuple]:
     return [(row["step"], row["phase"], row["precision"]) for row in phase_rows]
 
 
-def numbers(run: Path) -> list[tuple]:
-    """The rows of a run's steps, without times."""
-    keys = ("step", "loss", "grad_norm", "lr", "val_loss", "phase", "precision")
-    return [tuple(row.get(key) for key in keys) for row in metrics(run) if "loss" in row]
-
-
 def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases, tmp_path, capsys):
     assert command("pretrain", "--config", phases, "--recipe", "delayed", "--out", "r", *TINY) == 0
     out = capsys.readouterr().out
@@ -362,22 +356,27 @@ def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
 
 
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
+    copy = tmp_path / "copy.toml"
+    copy.write_text('like = "current"\n')
     phases = (
-        {"name": "a", "until": 2, "recipe_overrides": {"exclude": ["*qkv"]}},
-        {"name": "b", "until": 4},
-        {"name": "c", "recipe": "bf16", "recipe_overrides": {"attention": "fp32"}},
+        {"name": "a", "until": 1, "recipe_overrides": {"exclude": ["*qkv"]}},
+        {"name": "b", "until": 2},
+        {"name": "c", "recipe": str(copy), "until": 4},
+        {"name": "d", "recipe": "bf16", "recipe_overrides": {"attention": "fp32"}},
     )
     small = SmallLoop(tmp_path / "r", "current", phases=phases, steps=6, save_every=3)
+    assert small.run.schedule.indices == (0, 1, 1, 2)  # recipes that are alike share a plan
     small.advance(3)
-    first, second, third = (small.run.plans[index] for index in small.run.schedule.indices)
+    first, second, third, *_ = small.run.plans
     assert {layer.name for layer in first.layers if layer.fp8} == {
         layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
     }
     assert (third.precision, third.attention) == ("bf16", "fp32")
     overrides = [phase["overrides"] for phase in small.run.plan_json()["phases"]]
-    assert overrides == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
-    resumed = small.resumed()
-    assert resumed.run.schedule == small.run.schedule
+    assert overrides == [{"exclude": ["*qkv"]}, {}, {}, {"attention": "fp32"}]
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
+    assert resumed.run.schedule.indices == small.run.schedule.indices
     resumed.advance(3)
     assert resumed.run.plan.attention == "fp32"
 
@@ -390,24 +389,6 @@ def test_keys_that_change_nothing_are_told(tmp_path):
         "loss_scale", "clip_window", "momentum",
     ]  # fmt: skip
     assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
-
-
-def test_recipes_that_are_alike_share_a_plan_and_resume(tmp_path):
-    copy, third = tmp_path / "copy.toml", tmp_path / "third.toml"
-    copy.write_text('like = "current"\n')
-    third.write_text('like = "delayed"\nexclude = ["*qkv"]\n')
-    phases = (
-        {"name": "a", "until": 2},
-        {"name": "b", "recipe": str(copy), "until": 4},
-        {"name": "c", "recipe": str(third)},
-    )
-    small = SmallLoop(tmp_path / "r", "current", phases=phases, save_every=3)
-    assert small.run.schedule.indices == (0, 0, 1)
-    small.advance(3)
-    small.run.folder.release()
-    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
-    resumed.advance(2)
-    assert resumed.run.plan.delayed
 
 
 def test_more_steps_that_move_the_phases_are_announced(tmp_path):

@@ -42,7 +42,7 @@ class _Identity(_CheckedKeys):
     model: dict[str, Any]
     recipe: dict[str, Any]
     data: dict[str, str]
-    recipes: dict[str, dict[str, Any]] = {}  # of the variants, by index in `plans`
+    recipes: dict[str, dict[str, Any]] = {}  # by index in `plans`
 
 
 class _Layer(_CheckedKeys):
@@ -153,7 +153,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = RngState()
     for place, planned in enumerate(plans):
-        # The FP8 state has the counters of all variants.
+        # The FP8 state has the counters of all recipes.
         if recipe_keys := identity.recipes.get(str(place)):
             _without_memory(shape, _recipe(recipe_keys, f"recipes.{place}"), planned, draws)
     model = _without_memory(shape, _recipe(identity.recipe, "recipe"), plan, draws)
@@ -224,7 +224,7 @@ def _recipe(recipe_keys: dict[str, Any], key: str) -> Recipe:
 
 
 def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: RngState) -> GPT:
-    """A model on the meta device, to check tensors against. The variants of a run share `draws`."""
+    """A model on the meta device, to check tensors against. The models of a run share `draws`."""
     chosen = recipe.model_copy(update={"attention": "compute"})  # FP8 attention needs a GPU to run
     left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
