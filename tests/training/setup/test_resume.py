@@ -361,13 +361,13 @@ def test_layers_that_a_recipe_file_left_out_stay_out_in_its_copy(tmp_path):
         return plan_phases(config, shape, hardware, decided, 4096)
 
     plans, schedule = planned("mine.toml", Hardware("cuda", (9, 0), has_te=False), Decided())
-    layers = layers_left_out(plans[schedule.variants[1]].to_json())
+    layers = layers_left_out(plans[schedule.indices[1]].to_json())
     assert "blocks.0.mlp.down" in layers
     phases = {"places": schedule.places, "ended_at": None}
     tables = [plan.to_json() for plan in plans]
-    info = {"phases": phases, "plans": tables, "plan": tables[schedule.variants[1]]}
+    info = {"phases": phases, "plans": tables, "plan": tables[schedule.indices[1]]}
     again, schedule = planned("copies/mine.toml", Hardware("cpu"), resume._decided_in(info))
-    assert layers_left_out(again[schedule.variants[1]].to_json()) == layers
+    assert layers_left_out(again[schedule.indices[1]].to_json()) == layers
 
 
 def test_a_resumed_run_keeps_the_device_and_the_timeout_that_it_began_with(
