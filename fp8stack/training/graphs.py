@@ -30,7 +30,7 @@ def obstacle(run: Run) -> str:
     config = run.config
     reasons = {
         "only GPUs of NVIDIA have them": not records(run.accelerator.device),
-        "training is not compiled": not run.active.compiled,
+        "training is not compiled": not run.compiled,
         "cuda_graphs is false": not config.cuda_graphs,
         "Transformer Engine's modules run Python code in each pass": run.plan.backend == "te",
         "there are several ranks, and their collectives are not recorded": run.ranks.count > 1,

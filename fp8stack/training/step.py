@@ -13,7 +13,6 @@ from fp8stack.training.metrics.expert_load import ExpertLoad, load_in
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
 from fp8stack.training.optim.optimizer import learning_rate, set_learning_rate
-from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run
 
 
@@ -24,15 +23,15 @@ class Step:
         draws: whether a step uses torch's random number generators, see `restore_rng`.
     """
 
-    def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
+    def __init__(self, run: Run, monitor: Monitor) -> None:
         self.run = run
         self.config = run.config
-        self.monitor, self.phases = monitor, phases
+        self.monitor = monitor
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self._load: ExpertLoad | None = None  # once it is computed
         self._graphs: GraphedPasses | None = None  # of the model that trains
-        # The order in which torch sums the norm; the variants of a run share the parameters.
+        # The order in which torch sums the norm; all models of a run share the parameters.
         self._order = list(run.model.parameters())
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +45,7 @@ class Step:
         optimizer, scaler = run.optimizer, run.scaler
         if self.draws:
             self._random = random_state()
-        self.monitor.begin(run.active is run.main or self.phases.calibrates(step))
+        self.monitor.begin(run.plan.delayed)
         set_learning_rate(optimizer, learning_rate(step, config))
         micro_batches = tokens_BT.chunk(config.accumulate)
         run.model.routing.begin()
@@ -94,12 +93,8 @@ class Step:
         scale."""
         run, is_first = self.run, number == 0
         samples = run.telemetry.sees_operands and run.telemetry.due(step, 1, self.config.steps)
-        calibrates = self.phases.calibrates(step)
-        if samples or calibrates:
-            with (
-                self.phases.calibrating() if calibrates and is_first else nullcontext(),
-                run.telemetry.sampling(run.model) if samples and is_first else nullcontext(),
-            ):
+        if samples:
+            with run.telemetry.sampling(run.model) if is_first else nullcontext():
                 return self._run_pass(part_BT)
         if obstacle(run):
             return self._run_pass(part_BT)
