@@ -213,7 +213,7 @@ CORRUPTIONS: dict[str, tuple[Damage, str]] = {
     "a manifest without end": (_linked(FILES[4], "/dev/zero"), "checkpoint.json"),
     "a pipe as manifest": (_piped, "checkpoint.json"),
     "a file as checkpoint": (_a_file, "checkpoint.json"),
-    "no model": (_info(identity={"recipe": {}, "data": {}}), "'model' is missing"),
+    "no model": (_info(identity={"recipe": {}, "data": {}}), "'info.identity.model' is missing"),
     "a billion layers": (
         lambda folder: rewrite(
             folder, lambda body: body["info"]["identity"]["model"].update(layers=2**30)
@@ -227,7 +227,7 @@ CORRUPTIONS: dict[str, tuple[Damage, str]] = {
         "layers, the weights fewer",
     ),
     "a recipe that is a list": (_plan(recipe=[]), "recipe = []"),
-    "a recipe without a name": (_plan(recipe={}), "'recipe.name' is missing"),
+    "a recipe without a name": (_plan(recipe={}), "'info.plan.recipe.name' is missing"),
     "a recipe without quantizers": (
         _plan(recipe={"name": "delayed", "quantizers": {}}), "no quantizer",
     ),
@@ -235,9 +235,9 @@ CORRUPTIONS: dict[str, tuple[Damage, str]] = {
         _plan(layers=[{"name": "x", "reason": "", "fp8": True}]), "the model has no layer 'x'",
     ),
     "a tokenizer that is a list": (_info(tokenizer=[]), "info.tokenizer = []"),
-    "no plan": (_info(plan={}), "plan in checkpoint.json: key 'layers' is missing"),
+    "no plan": (_info(plan={}), "'info.plan.recipe' is missing"),
     "another configuration": (_info(config={"steps": "many"}), "steps = 'many'"),
-    "no loss scale": (_info(scaler={}), "key 'scale' is missing"),
+    "no loss scale": (_info(scaler={}), "'info.scaler.scale' is missing"),
     "the guard's memory": (_info(guard={"watch": [], "left_fp16": 3}), "guard"),
 }  # fmt: skip
 """Damages to a checkpoint's folder, and what the message must contain."""
