@@ -106,7 +106,7 @@ OTHERS = {
     "No folder nowhere. Give the one that your runs are in.", "list models there":
     "FOLDER is for `list runs`. Leave it out.", "list runs --capability 9.0":
     "--capability is for `list recipes`.", "show nowhere": "No run in 'nowhere'",
-    
+
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
     "compare --baseline mxfp8 --recipes fp32,bf16": "--baseline", "compare --set seed=1": "--seeds",
