@@ -90,7 +90,7 @@ study's tables use the design `SHARED`; the others show the effect of each desig
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
 FILES = Path(__file__).parents[1] / "recipes"
 FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
-"""The cell and seeds for recipes from files: one from `fp8stack tune`, common choices with as many
+"""The cell and seeds for recipes from files: one tuned to 5 bits, common choices with as many
 bits, and recipes with the residual stream in bf16."""
 SPREAD_CELL, SPREAD_PAIRS = ("3M", 2), 3
 """A cell of float32 pairs that differ in rounding, for the spread of pairs of that size."""

@@ -99,7 +99,6 @@ class RunFolder:
         commands = {
             f"fp8stack report {path}": "losses, speed and FP8 as a page",
             f"fp8stack generate {path}": "text of the model",
-            f"fp8stack forecast {path}": "what other recipes would cost",
             f"fp8stack export {path} --out DIR": "the model for transformers or vLLM",
         }
         if self.cut_at is not None:

@@ -108,7 +108,7 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: Hub, files, refused
         refused(
             "pretrain", "--init-from", f"hf:{name}", "--out", "new", "--steps", "2", message=message
         )
-        refused("forecast", f"hf:{name}", "--data", "x.txt", message=message)
+        refused("eval", f"hf:{name}", "--data", "x.txt", message=message)
     for name, message in (
         ("a/pickled", "has no safetensors file; pickled weights are not read. Give"),
         ("a/empty", "hf:a/empty has no safetensors file"),
