@@ -131,9 +131,7 @@ SIGNALS += [("at the start", signal.SIGSTOP), ("in an evaluation", signal.SIGSTO
 
 
 @pytest.mark.parametrize(("moment", "number"), [case(*x, quick=x in QUICK) for x in SIGNALS])
-def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(
-    moment, number, twin, tmp_path
-):
+def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, number, twin, tmp_path):
     change = partial(MOMENTS[moment], number)
     message = {
         signal.SIGKILL: r"Data worker \d+ was killed by signal 9 \(SIGKILL\)\. Perhaps the machine "
