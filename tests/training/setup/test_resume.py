@@ -275,7 +275,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     assert command(*words, "--steps", "14") == 0
     printed = capsys.readouterr().out
     assert "resumed from r/checkpoints/step-000008\n" in printed
-    assert "steps 8 -> 14: the learning rate follows the new" in printed
+    assert "steps 12 -> 14: the learning rate follows the new" in printed
     assert losses(run)[:8] == uninterrupted[:8]
     refused("pretrain", "--resume", "r", "--steps", "3", message="less than the 14")
     (run / "checkpoints/step-000012/checkpoint.json").unlink()
