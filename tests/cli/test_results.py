@@ -55,7 +55,7 @@ def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys):
     shown = capsys.readouterr().out
     assert "validation loss" in shown
     for output in (trained, shown):
-        for name in ("report", "generate", "forecast", "export"):
+        for name in ("report", "generate", "export"):
             assert f"  fp8stack {name} runs/a" in output
         assert "--resume" not in output
     config = Path("runs/a/run.toml")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from fp8stack.common.io import json_lines, read_json
+from fp8stack.common.io import read_json
 from fp8stack.training.metrics.read import Metrics, read_metrics
 from fp8stack.training.run_folder import RunFolder
 
@@ -20,15 +20,6 @@ WARM_UP = 5  # first steps, whose speed does not count: they compile, tune and a
 HOPELESS = 1.1
 """A run diverged if its last validation loss exceeds this many times ln(V), a uniform guess's."""
 NUMERIC_FAILURE = 5  # exit code of a run that stopped because its numbers were not finite
-
-
-class WorstSqnr(BaseModel, frozen=True, extra="forbid"):
-    """The lowest signal-to-noise ratio of an FP8 operand, with its layer and step."""
-
-    db: float
-    layer: str
-    operand: str
-    step: int
 
 
 class RunFigures(BaseModel, frozen=True, extra="forbid"):
@@ -49,7 +40,6 @@ class RunFigures(BaseModel, frozen=True, extra="forbid"):
     events: dict[str, int] = {}
     fp8_gemms: int | None = None
     precisions: tuple[str, ...] = ()
-    worst_sqnr: WorstSqnr | None = None
     plan: dict[str, Any] = {}
 
 
@@ -102,7 +92,6 @@ def read_run(
         events={kind: count for kind, count in kinds.items() if kind != "phase"},
         fp8_gemms=last.get("fp8_gemms"),
         precisions=tuple(dict.fromkeys(r["precision"] for r in last_phase if "precision" in r)),
-        worst_sqnr=worst_sqnr(folder.telemetry),
         plan=_plan(folder.plan),
     )
 
@@ -156,17 +145,3 @@ def _plan(path: Path) -> dict[str, Any]:
         }
     except (ValueError, KeyError, TypeError):
         return {}
-
-
-def worst_sqnr(path: Path) -> WorstSqnr | None:
-    """The operand with the lowest SQNR in the recipe of the last sampled step. Its first sampled
-    step does not count, because delayed scaling still has all scales at 1 then."""
-    rows = [row for row in json_lines(path) if "operand" in row and not row.get("what_if")]
-    rows = [row for row in rows if row.get("recipe") == rows[-1].get("recipe")]
-    first = min((row["step"] for row in rows), default=0)
-    settled = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
-    if not settled:
-        return None
-    worst = min(settled, key=lambda row: row["sqnr_db"])
-    place = {key: worst[key] for key in ("layer", "operand", "step")}
-    return WorstSqnr(db=worst["sqnr_db"], **place)
