@@ -1,6 +1,6 @@
 """The command `fp8stack compare`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,13 +19,14 @@ BASELINE = option(
 FROM = option("Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from")
 SHARED = option("Share of steps, at the start, in the baseline's recipe. [25%, with --from 0%]")
 MARGIN = option("Largest gap that counts as equal, in percent of the loss. [0.25%]")
-MODEL = option(
-    "Model preset or TOML file. [gpt-nano, or that of --from]", autocompletion=completion.MODELS
+
+
+@options.takes_keys(
+    *("model", "steps", "batch", "context", "data", "lr", "device", "threads", "backend"),
+    "compile",
 )
-DATA = option("Training data, as for `pretrain --data`. [Python's standard library]")
-
-
 def compare(
+    flags: dict[str, Any],
     recipes: Annotated[str, RECIPES] = "fp32,bf16,delayed,current,block,mxfp8",
     out: Annotated[str | None, OUT] = None,
     seeds: Annotated[int, option("Runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
@@ -33,16 +34,6 @@ def compare(
     margin: Annotated[str, MARGIN] = "0.25%",
     baseline: Annotated[str | None, BASELINE] = None,
     from_: Annotated[str | None, FROM] = None,
-    model: Annotated[str | None, MODEL] = None,
-    steps: Annotated[int | None, options.STEPS] = None,
-    batch: Annotated[int | None, options.BATCH] = None,
-    context: Annotated[int | None, options.CONTEXT] = None,
-    data: Annotated[str | None, DATA] = None,
-    lr: Annotated[float | None, options.LR] = None,
-    device: Annotated[str | None, options.DEVICE] = None,
-    threads: Annotated[int | None, options.THREADS] = None,
-    backend: Annotated[str | None, options.BACKEND] = None,
-    compile: Annotated[bool | None, options.COMPILE] = None,
     set: Annotated[list[str] | None, options.SET] = None,
 ) -> None:
     """Train every recipe with every seed, and tabulate the cost of each: its loss gap to the
@@ -50,8 +41,7 @@ def compare(
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
-    flags = options.run_flags(locals())
-    flags |= {"out": None, "init_from": from_}
+    flags |= {"init_from": from_}
     from fp8stack.analysis.compare import comparison, settings
 
     request = settings.prepare(

@@ -7,6 +7,7 @@ the same path removes it.
 """
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -20,11 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # type: ignore[assignment]
 
 from fp8stack.common.errors import StorageError, UserError, quoted
 
@@ -201,8 +197,6 @@ def _temporary(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
 def _holds(path: Path, released: ExitStack) -> bool:
     """Hold a regular file or a folder until `released`, see `lock`. Returns False if another
     process holds it, or if it is something else. Raises an OSError for a link or a missing path."""
-    if fcntl is None:
-        return True
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     released.callback(os.close, descriptor)
     status = os.fstat(descriptor)
@@ -214,10 +208,9 @@ def _holds(path: Path, released: ExitStack) -> bool:
 def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> None:
     """Write a file and flush it to the disk, with the mode of the file that it `replaces`."""
     with path.open("wb") as stream:
-        if os.name == "posix":
-            restrict(stream.fileno(), path.parent)
-            if replaces is not None:
-                keep_mode(replaces, stream.fileno())
+        restrict(stream.fileno(), path.parent)
+        if replaces is not None:
+            keep_mode(replaces, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -327,9 +320,7 @@ def sha256_of_file(path: Path) -> str:
 def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
     """Lock a file or folder by its open descriptor, until the descriptor is closed. Several
     processes may hold a `shared` lock. Returns False if another process still holds it after
-    `wait_s` seconds. Returns True without a lock on Windows and on file systems without locks."""
-    if fcntl is None:
-        return True
+    `wait_s` seconds. Returns True without a lock on file systems without locks."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -346,8 +337,6 @@ def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the file at `path`; see `lock`."""
-    if fcntl is None:
-        return False
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     except OSError:
@@ -360,8 +349,6 @@ def is_held(path: Path) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to the disk, so that a rename in it survives a power cut."""
-    if os.name != "posix":
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,7 +20,7 @@ from fp8stack.layers.torch import TorchOperand
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
-from fp8stack.planning.run_config import OptimizerName
+from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.planning.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 

@@ -71,6 +71,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     compiles = run.compiled and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
+            loop.save()  # the first checkpoint of a branch
             loop.evaluate_if_interrupted()
             while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
@@ -125,15 +126,15 @@ class _Loop:
             draws=run.backend.draws,
             log_rows=max(LOG_ROWS, min(config.log_every, config.steps)),
         )
+        resumed_from = checkpoints.path_of(run.folder.checkpoints, run.step)
+        begins_branch = run.step > 0 and run.ranks.is_main and not resumed_from.exists()
         self.saver = Saver(
             run.folder.checkpoints,
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
             in_background=config.checkpoint_async,
             before=run.folder.sync_metrics,
-            good=[
-                checkpoints.path_of(run.folder.checkpoints, run.step)
-            ],  # verified when it was read
+            good=[resumed_from],  # verified when it was read
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
@@ -144,7 +145,8 @@ class _Loop:
         self.train_step = Step(run, self.monitor, self.phases)
         device = run.accelerator.device
         self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
-        self.saved_at, self.save_due = run.step, False
+        self.saved_at = 0 if run.ranks.any(begins_branch) else run.step
+        self.save_due = False
         self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
-import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,10 +29,10 @@ from fp8stack.common.io import (
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 from fp8stack.planning.run_config import (
-    FREE_ON_RESUME,
     TRACKERS,
     RunConfig,
     parse_config,
+    to_toml,
     with_files,
 )
 from fp8stack.training.checkpoint import writer
@@ -69,7 +66,6 @@ class RunFolder:
         self._own = [self.plan, self.tokenizer, self.telemetry, debug, self.plot, self.sample]
         self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
-        self._made: list[Path] = []  # folders that this process created
 
     @property
     def holds_run(self) -> bool:
@@ -103,7 +99,6 @@ class RunFolder:
         commands = {
             f"fp8stack report {path}": "losses, speed and FP8 as a page",
             f"fp8stack generate {path}": "text of the model",
-            f"fp8stack forecast {path}": "what other recipes would cost",
             f"fp8stack export {path} --out DIR": "the model for transformers or vLLM",
         }
         if self.cut_at is not None:
@@ -170,29 +165,17 @@ class RunFolder:
                     "Put what it points at in its place, or give another --out."
                 )
 
-    @property
-    def launch(self) -> str:
-        """The launch that removed an earlier run here, see `note_launch`."""
-        with suppress(OSError):
-            return (self.path / LOCK).read_text()
-        return ""
-
-    def note_launch(self, launch: str) -> None:
-        """Note in the file of the lock which launch removed an earlier run."""
-        with storage_errors(self.path):
-            (self.path / LOCK).write_text(launch)
-
-    def remove(self, used: Collection[str] = ()) -> str | None:
-        """Remove the files that a run wrote into the claimed folder; other files stay, and those
-        whose paths are `used` by the run to come. Returns a line that lists them, None if there
-        were none. Raises a StorageError if a file cannot be removed."""
+    def remove(self) -> str | None:
+        """Remove the files that a run wrote into the claimed folder; other files stay. Returns a
+        line that lists them, None if there were none. Raises a StorageError if a file cannot be
+        removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
         with storage_errors(self.path):
             # run.toml goes last: if interrupted, the folder still holds a run.
             for file in (*self._own, *besides, self.metrics, self.config):
-                if not file.is_file() or os.path.abspath(file) in used:
+                if not file.is_file():
                     continue
                 names.append(str(file.relative_to(self.path)))
                 file.unlink()
@@ -207,7 +190,6 @@ class RunFolder:
         created."""
         self.require_own_files()
         with storage_errors(self.path):
-            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a")
         # Another process may hold the lock for a moment, to see whether a process trains here.
@@ -221,16 +203,10 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """If an error occurs within, release the lock, and remove the folder if it was created for
-        nothing."""
+        """If an error occurs within, release the lock."""
         try:
             yield
         except BaseException:
-            if self._made and self.is_vacant:
-                with suppress(OSError):  # not empty
-                    (self.path / LOCK).unlink()
-                    for folder in (self.checkpoints, *self._made):
-                        folder.rmdir()
             self.release()
             raise
 
@@ -271,6 +247,10 @@ class RunFolder:
             return os.path.relpath(path, home) if path.startswith(home + os.sep) else path
 
         return with_files(config, inside)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Save the configuration as `run.toml`, which repeats the run."""
+        write_atomically(self.config, to_toml(self.portable(config)).encode())
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""
@@ -345,10 +325,9 @@ class RunFolder:
         """Drop the metrics and checkpoints of steps after `step`, which are about to be
         repeated."""
         forget_after(self.checkpoints, step)
-        write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
-        if self.telemetry.exists():
-            rows = read_rows(self.telemetry, {"step": 0})
-            write_atomically(self.telemetry, _lines(_up_to(step, rows)))
+        for file, defaults in ((self.metrics, {}), (self.telemetry, {"step": 0})):
+            if file.exists():
+                write_atomically(file, _lines(_up_to(step, read_rows(file, defaults))))
 
 
 def _closed_in_children(folder: RunFolder) -> None:
@@ -407,48 +386,14 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows[: max(counts, default=0)])
 
 
-def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
-    """The folder `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`, `-3` ... To
-    resume: the latest unfinished run in `runs` that matches `config`, else the last run of that
-    name."""
+def new_folder(config: RunConfig) -> RunFolder:
+    """The folder of a new run: `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`,
+    `-3` ..."""
     if config.out:
         return RunFolder(Path(config.out))
-    matching = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
-    if resume and (latest := next(matching, None)):
-        return latest
     stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))
-        vacant = not resume and folder.is_vacant and not folder.is_running
-        if vacant or not folder.path.exists():
-            break
-    if resume:
-        runs = [RunFolder(path) for path in Path("runs").glob(f"{glob.escape(stem)}*")]
-        numbered = [(_number(run.path.name, stem), run) for run in runs if run.holds_run]
-        last = max(numbered, key=itemgetter(0), default=(0, folder))
-        return last[1] if last[0] else folder
-    return folder
-
-
-def _number(name: str, stem: str) -> int:
-    """The number at the end of a folder's name, 1 for the `stem` alone; 0 for another name."""
-    match = re.fullmatch(rf"{re.escape(stem)}(-(\d+))?", name)
-    return int(match[2] or 1) if match else 0
-
-
-def cut_runs() -> Iterator[RunFolder]:
-    """The unfinished runs in `runs` that no process trains, the latest first."""
-    folders = [path.parent for path in Path("runs").glob("*/run.toml")]
-    for path in sorted(folders, key=lambda path: (path / "run.toml").stat().st_mtime, reverse=True):
-        if RunFolder(path).cut_at is not None:
-            yield RunFolder(path)
-
-
-def _agree(saved: RunConfig, requested: RunConfig) -> bool:
-    """Whether the keys given in `requested` match the run `saved`; models and recipes by name."""
-    named = {"model", "recipe"} & requested.given.keys()
-    fixed = requested.given.keys() - FREE_ON_RESUME - {"init_from"}
-    return all(
-        presets.label(getattr(saved, key)) == presets.label(getattr(requested, key))
-        for key in named
-    ) and all(getattr(saved, key) == getattr(requested, key) for key in fixed)
+        if not folder.path.exists() or (folder.is_vacant and not folder.is_running):
+            return folder
+    raise AssertionError

@@ -58,7 +58,7 @@ def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys, run):
     details = capsys.readouterr().out
     assert "validation loss" in details
     for output in (run, details):
-        for name in ("report", "generate", "forecast", "export"):
+        for name in ("report", "generate", "export"):
             assert f"  fp8stack {name} runs/a" in output
         assert "--resume" not in output
 

@@ -69,14 +69,6 @@ def test_every_flag_is_documented_and_every_documented_flag_exists():
     assert documented - {"--no-guard", "--init", "--learning-rate"} == flags - {"--help"}
 
 
-@pytest.mark.parametrize("command", ["pretrain", "compare", "plan", "estimate"])
-def test_the_defaults_in_the_help_are_the_defaults(command):
-    for option in COMMANDS[command].params:
-        match = re.search(r"\[([0-9a-z.-]+)\]$", option.help or "")
-        if match and option.name in RunConfig.model_fields:
-            assert match[1] == str(RunConfig.model_fields[option.name].default), option.name
-
-
 def test_recipe_and_model_keys_are_documented():
     text = _text("docs/configuration.md")
     keys = {*recipes.RecipeFile.model_fields, *recipes.QuantizerFields.model_fields}
@@ -140,7 +132,7 @@ def test_the_readme_shows_every_command():
 def test_every_capability_names_tests_that_exist():
     text = _text("docs/capabilities.md")
     rows = re.findall(r"^\| ([A-E]\d+) \|.*\| ([^|]*) \|$", text, re.M)
-    counts = {"A": 15, "B": 11, "C": 3, "D": 13, "E": 4}
+    counts = {"A": 15, "B": 11, "C": 3, "D": 12, "E": 4}
     expected = [f"{letter}{number}" for letter, n in counts.items() for number in range(1, n + 1)]
     assert [row for row, _ in rows] == expected
     for row, cell in rows:
@@ -180,8 +172,6 @@ def test_the_forecasts_of_the_documents_are_the_commands():
     law = fitted()
     formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
     assert formula in _text(COSTS)
-    (error,) = re.findall(r"by sensitivity is (\d+)%", _text("bench/results/cpu/law.md"))
-    assert f"[{error} %](../bench/results/cpu/law.md#severities)" in _text(COSTS)
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():

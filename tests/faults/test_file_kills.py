@@ -18,7 +18,6 @@ import pytest
 from fp8stack.analysis.compare import comparison
 from fp8stack.analysis.compare.runs import Ended
 from fp8stack.analysis.compare.settings import Comparison, Job
-from fp8stack.analysis.forecast import measured
 from fp8stack.analysis.report import page
 from fp8stack.common import io
 from fp8stack.data.prepared import prepared_segments
@@ -168,27 +167,6 @@ def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_lo
     assert "x is not empty" in ended.stderr
     assert entries(tmp_path / "x") == before
     assert not old.exists()
-
-
-@contextmanager
-def forecasting_nothing(rank: int) -> Iterator[None]:
-    """A change: a forecast is a word."""
-    result = SimpleNamespace(model_dump_json=lambda **_: "new", model_dump=lambda **_: {})
-    future = SimpleNamespace(result=result)
-    with patch.object(measured, "forecast", lambda request, tell: future):
-        yield
-
-
-def test_a_killed_forecast_leaves_the_old_or_the_new_one_and_the_next_one_sweeps(tmp_path):
-    def begin(folder: Path) -> None:
-        (make_run(folder / "run", steps=2, every=0) / "forecast.json").write_text("old")
-        (folder / "run" / ".tmp-forecast.json-1").write_text("o")
-
-    def is_whole(folder: Path) -> bool:
-        return (folder / "run" / "forecast.json").read_text().strip() in ("old", "new")
-
-    words = ["forecast", "run", "--json"]
-    assert kill_at_each(words, begin, is_whole, tmp_path, forecasting_nothing) >= 4
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.estimate import Answer, PhaseEstimate, memory_of
 from fp8stack.planning.memory import Setting, estimate, optimizer_bytes
 from fp8stack.planning.operations import casts_of, operations_of
-from fp8stack.planning.run_config import OptimizerName, RunConfig
+from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.planning.savings import largest_batch, savings
 from fp8stack.precision import Hardware, assumed, load_recipe
 from fp8stack.training.optim.optimizer import build_optimizer

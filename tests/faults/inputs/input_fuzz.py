@@ -3,9 +3,11 @@
 hypothesis makes them, the same ones each time.
 """
 
+import contextlib
 import io
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ from fp8stack.analysis.report.analysis import analyze
 from fp8stack.analysis.report.events import folded
 from fp8stack.analysis.report.read import read_run
 from fp8stack.analysis.report.text import show
+from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches, load_corpora, validation_windows
-from fp8stack.model.config import load_config
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.planning.run_config import GuardConfig, RunConfig, parse_config, to_toml
-from fp8stack.precision import Hardware, load_recipe
+from fp8stack.precision import Hardware, Recipe, load_recipe
 from fp8stack.training.checkpoint.validation import can_go_on, has_weights, load_sound
 from fp8stack.training.load import trained_run
 from fp8stack.training.run_folder import RunFolder
@@ -107,6 +110,16 @@ def _sets(place: Path, words: list[str]) -> None:
     parse_config(None, {}, words)
 
 
+def _table(schema: Any) -> Example:
+    return lambda place, table: presets.parse(schema, table, "here")
+
+
+def _named(place: Path, name: str) -> None:
+    with contextlib.suppress(UserError):
+        presets.read("models", name)
+    presets.read("recipes", name)
+
+
 def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
     """Ways to make a configuration, and who reads it."""
     run_file = to_toml(RunConfig(data="a.txt", out="r", what_if=("mxfp8",))).encode()
@@ -125,6 +138,9 @@ def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
             _sets,
         ),
         "models": (mutated(model), _in_file("mine.toml", load_config)),
+        "model tables": (edited(tomllib.loads(model.decode())), _table(GPTConfig)),
+        "recipe tables": (edited(tomllib.loads(recipe.decode())), _table(Recipe)),
+        "names": (st.text(max_size=20) | st.text(max_size=9).map("{}.toml".format), _named),
         "recipes": (mutated(recipe), _in_file("mine.toml", load_recipe)),
     }
 
