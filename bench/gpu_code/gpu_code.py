@@ -35,7 +35,7 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.planning.roofline import ideal_work
-from fp8stack.planning.trace import trace
+from fp8stack.planning.roofline_trace import trace_operators
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -155,7 +155,7 @@ def ideal_bytes(model: str, recipe: str, capability: str) -> int:
     shape = TOKENS // config.context, config.context
 
     def moved(blocks: int) -> int:
-        operations = trace(config, plan, *shape, blocks=(0,) * blocks, backward=True)
+        operations = trace_operators(config, plan, *shape, blocks=(0,) * blocks)
         return sum(work.moved for work in ideal_work(operations) if not work.flops)
 
     return moved(2) - moved(1)

@@ -1,5 +1,6 @@
 """The command `fp8stack compare`."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -7,6 +8,7 @@ import typer
 from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import Interrupted
+from fp8stack.common.terminal import shell_quoted
 
 RECIPES = option(
     "Precision recipes or TOML files, separated by commas. [six of them]",
@@ -41,22 +43,38 @@ def compare(
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
-    flags |= {"init_from": from_}
-    from fp8stack.analysis.compare import comparison, settings
+    own = {"recipes": recipes, "out": out, "seeds": seeds, "shared": shared, "margin": margin}
+    command = _command(own | {"baseline": baseline, "from": from_} | flags | {"set": set})
+    flags |= {"init_from": from_, "out": out}
+    from fp8stack.analysis.compare import comparison
+    from fp8stack.analysis.compare.settings import Options, comparison_of
+    from fp8stack.planning.run_config import parse_config
 
-    request = settings.prepare(
-        recipes,
-        seeds,
-        out,
-        baseline,
-        flags,
-        set or [],
+    settings = Options(
+        recipes=recipes,
+        seeds=seeds,
+        baseline=baseline,
         shared=shared,
         margin=margin,
+        command=command,
     )
+    validated = comparison_of(parse_config(None, flags, set or []), settings)
     try:
-        raise typer.Exit(comparison.compare(request))
+        raise typer.Exit(comparison.compare(validated))
     except KeyboardInterrupt:
         raise Interrupted(
             "Interrupted. Finished runs are kept; the same command continues."
         ) from None
+
+
+def _command(values: Mapping[str, Any]) -> str:
+    """The command with these values of its options, for a shell."""
+    words = ["fp8stack", "compare"]
+    for name, value in values.items():
+        option = name.rstrip("_")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            for item in value if isinstance(value, list) else [value]:
+                words += [f"--{option}", str(item)]
+    return " ".join(map(shell_quoted, words))

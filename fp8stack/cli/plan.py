@@ -36,18 +36,17 @@ def plan(
         options.print_json(tables.as_json(table) | {"training": training})
         return
     from fp8stack.common.screen import Screen
+    from fp8stack.common.tables import aligned, rich_table
 
-    console = Screen()
+    console, rows = Screen(), tables.rows_of(table.operations)
     show(f"machine: {table.machine}", *table.plan.summary())
     source = training.pop("source")
     values = ", ".join(f"{key} {value}" for key, value in training.items())
     show(f"training: {values}" + (f"; preset: {source}" if source else ""), "")
     if console.is_terminal:
-        console.print(tables.rich_table(table, console.width))
-        if console.width < tables.WIDE:
-            console.print(*tables.reasons_of(table), sep="\n")
+        console.print(rich_table(None, tables.HEADINGS, rows))
     else:
-        show(*tables.text_rows(table))
+        show(*aligned([tables.HEADINGS, *rows]))
     show(*tables.as_lines(table))
 
 

@@ -178,11 +178,13 @@ class AmaxSlots:
         return self.vectors[name]
 
     def allocate(self) -> None:
-        """Allocate the tensors of the slots that were added."""
+        """Allocate the tensors of the slots that were added. The same slots of another model keep
+        their tensors."""
         with torch.inference_mode(False):
-            self.history.extend(self.quantizers, self._members)
-            self.weight_scales = torch.ones_like(self.history.scales)
-            self.unrecorded = torch.ones_like(self.weight_scales, dtype=torch.bool)
+            if not self.history.slots:
+                self.history.extend(self.quantizers, self._members)
+                self.weight_scales = torch.ones_like(self.history.scales)
+                self.unrecorded = torch.ones_like(self.weight_scales, dtype=torch.bool)
             self._bind()
 
     def _bind(self) -> None:
@@ -255,7 +257,8 @@ class DelayedScaling(AmaxSlots):
 
     def attach(self, model: nn.Module) -> None:
         """Move the state to the device of `model` and register hooks on it that update the history.
-        The training loop needs no further call."""
+        The training loop needs no further call. The state of another model with the same slots
+        continues in `model`."""
         self.allocate()
         self.sharing.slots = list(self.quantizers)
         device = next(model.parameters()).device

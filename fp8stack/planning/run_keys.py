@@ -240,8 +240,6 @@ class RunKeys(_Fields):
         ),
     ] = None
     """A run or checkpoint whose weights the run begins with."""
-    calibration_steps: Annotated[int, Limits(ge=0, le=4096), BRANCH] = 16
-    """phases: steps before delayed scaling begins that already record its amaxes."""
 
 
 FLAGS = {

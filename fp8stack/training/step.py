@@ -1,7 +1,6 @@
 """An optimizer step: forward and backward passes, clipping, the monitor's verdict, the update."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from fp8stack.training.metrics.expert_load import ExpertLoad, load_in
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
 from fp8stack.training.optim.optimizer import learning_rate, set_learning_rate
-from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run
 
 
@@ -24,14 +22,14 @@ class Step:
         draws: whether a step uses torch's random number generators, see `restore_rng`.
     """
 
-    def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
+    def __init__(self, run: Run, monitor: Monitor) -> None:
         self.run = run
         self.config = run.config
-        self.monitor, self.phases = monitor, phases
+        self.monitor = monitor
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self._load: ExpertLoad | None = None  # once it is computed
-        # The order in which torch sums the norm; the variants of a run share the parameters.
+        # The order in which torch sums the norm; all models of a run share the parameters.
         self._order = list(run.model.parameters())
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +43,7 @@ class Step:
         optimizer, scaler = run.optimizer, run.scaler
         if self.draws:
             self._random = random_state()
-        self.monitor.begin(run.active is run.main or self.phases.calibrates(step))
+        self.monitor.begin(run.plan.delayed)
         set_learning_rate(optimizer, learning_rate(step, config))
         micro_batches = tokens_BT.chunk(config.accumulate)
         run.model.routing.begin()
@@ -92,9 +90,13 @@ class Step:
         Returns its loss. Gradients are of the mean loss over all micro-batches, times the loss
         scale."""
         run, scaler = self.run, self.run.scaler
+        telemetry = run.telemetry
+        samples = (
+            not number and telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
+        )
         with (
             run.accelerator.accumulate(run.wrapped),
-            nullcontext() if number else self._observed(step),
+            telemetry.sampling(run.model) if samples else nullcontext(),
         ):
             loss: Tensor = run.wrapped(*inputs_of(part_BT))
             mean_loss = loss.detach()
@@ -102,18 +104,6 @@ class Step:
             loss = loss / run.ranks.count if run.ranks.count > 1 else loss
             run.accelerator.backward(loss if scaler is None else scaler.scale(loss))
         return mean_loss
-
-    @contextmanager
-    def _observed(self, step: int) -> Iterator[None]:
-        """A context in which telemetry and calibration observe the model, if due in `step`."""
-        run, telemetry = self.run, self.run.telemetry
-        samples = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
-        calibrates = self.phases.calibrates(step)
-        with (
-            self.phases.calibrating() if calibrates else nullcontext(),
-            telemetry.sampling(run.model) if samples else nullcontext(),
-        ):
-            yield
 
     def restore_rng(self) -> None:
         """Restore the state of the random number generators from before the last step, which was

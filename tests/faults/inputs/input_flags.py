@@ -104,7 +104,7 @@ OTHERS = {
     "estimate --memory 80GB": "--memory", "estimate --memory 0": "--memory",
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
-    "compare --baseline bf16 --recipes fp32": "--baseline bf16", "compare --set seed=1": "--seeds",
+    "compare --baseline mxfp8 --recipes fp32,bf16": "--baseline", "compare --set seed=1": "--seeds",
     "compare --from none": "none", "compare --set lr=x": "lr = 'x'", "compare --out good.txt":
     "good.txt is a file", "bench none": "none", "bench roofline --gpu Z80": "Z80",
     "bench roofline --batch 0": "--batch", "bench roofline --capability 9.0 --results none": "none",

@@ -134,7 +134,7 @@ def test_runs_whose_guard_is_recorded_are_those_of_eager_code_to_the_bit(
         small.spoil("", {10})
         small.spoil("blocks.0.mlp.up", {12}, 1e6)
         small.advance(10)
-        if (delayed := small.run.main.backend.delayed) is not None:
+        if (delayed := small.run.delayed) is not None:
             delayed.history.scales[1] = torch.nan  # broken by itself
         small.advance(7)
         return small
