@@ -28,10 +28,10 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
+from fp8stack.training.metrics.read import Metrics, read_metrics
 from fp8stack.training.metrics.throughput import Peak, peak_rate, restart_peak_memory
 from fp8stack.training.phase_switches import Phases, switch
 from fp8stack.training.run import Run, versions
-from fp8stack.training.run_folder import BRANCH
 from fp8stack.training.signals import STOPPED, StopRequests, stop_requests
 from fp8stack.training.step import Step
 
@@ -72,6 +72,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     compiles = run.compiled and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
+            loop.save()  # the first checkpoint of a branch
             loop.evaluate_if_interrupted()
             while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
@@ -126,15 +127,15 @@ class _Loop:
             draws=run.backend.draws,
             log_rows=max(LOG_ROWS, min(config.log_every, config.steps)),
         )
+        resumed_from = checkpoints.path_of(run.folder.checkpoints, run.step)
+        begins_branch = run.step > 0 and run.ranks.is_main and not resumed_from.exists()
         self.saver = Saver(
             run.folder.checkpoints,
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
             in_background=config.checkpoint_async,
             before=run.folder.sync_metrics,
-            good=[
-                checkpoints.path_of(run.folder.checkpoints, run.step)
-            ],  # verified when it was read
+            good=[resumed_from],  # verified when it was read
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
@@ -145,7 +146,8 @@ class _Loop:
         self.train_step = Step(run, self.monitor)
         device = run.accelerator.device
         self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
-        self.saved_at, self.save_due = run.step, False
+        self.saved_at = 0 if run.ranks.any(begins_branch) else run.step
+        self.save_due = False
         self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
@@ -316,11 +318,8 @@ class _Loop:
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
             return
-        rows = run.folder.read_metrics() if run.ranks.is_main else []
-        of_step = [row for row in rows if row["step"] == run.step]
-        steps = [row for row in of_step if "event" not in row]  # the last one is valid
-        is_evaluated = any(row.get("event") == BRANCH for row in of_step)
-        is_evaluated |= bool(steps) and "val_loss" in steps[-1]
+        metrics = read_metrics(run.folder.path) if run.ranks.is_main else Metrics()
+        is_evaluated = run.step in (metrics.began, *metrics.column("val_loss")[0])
         if run.ranks.any(run.ranks.is_main and not is_evaluated):
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:

@@ -14,7 +14,6 @@ import torch
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
-from fp8stack.model.loss import chunk_rows
 from fp8stack.planning.memory import Estimate, Setting, estimate
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.savings import largest_batch
@@ -95,8 +94,7 @@ class Footprint:
 
     def largest(self, plans: Sequence[Plan], kind: Recompute, memory: int) -> int:
         """The largest micro-batch of a rank that fits into `memory` bytes; 0 if none does."""
-        turn = chunk_rows(self.model.vocabulary) // self.context
-        return largest_batch(lambda count: self.peak(plans, kind, count), memory, turn)
+        return largest_batch(lambda count: self.peak(plans, kind, count), memory)
 
 
 def require_memory(

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.analysis.conform.check_inputs import codes_and_ties, extreme
+from fp8stack.analysis.conform.check_inputs import codes_and_ties
 from fp8stack.common.formats import quantized_format
 from fp8stack.numerics import AmaxHistory, Quantizer, dequantize, quantize, round_to
 from fp8stack.numerics.cast import encode, round_to_format
 from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import OWN_FORMATS, every_value, values_by_definition
-from tests.support.quantizers import DRAWN
 
 
 def nearest_code(x: float, name: str) -> int:
@@ -79,21 +78,6 @@ def test_random_rounding_goes_away_from_zero_by_the_exact_share_of_the_step(name
     for bits, away in ((limits - 1, limits > 0), (limits, torch.zeros_like(limits))):
         drawn = encode(x, target, bits.clamp(min=0)).numpy()
         np.testing.assert_array_equal(drawn, np.array(below) + away.numpy() + signs)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_blocks_of_every_format_multiply_the_values_of_their_bytes(way: str) -> None:
-    """On all paths: torch's operators, numba's kernels, and in tiles by several threads."""
-    for name in OWN_FORMATS:
-        x = torch.cat([codes_and_ties(quantized_format(name), 64, 96), extreme()[:, :96]])
-        nearest = Quantizer(format=name, block=(1, 32), scale="e8m0")
-        for quantizer in (nearest, replace(nearest, scale="power_of_two", rounding="stochastic")):
-            bits = DRAWN if quantizer.stochastic else None
-            for dim in (0, 1):
-                expected = dequantize(quantize(x, quantizer, dim, bits))
-                with cast_by(way):
-                    rounded = round_to(x, quantizer, dim, bits)
-                np.testing.assert_array_equal(rounded.values.numpy(), expected.numpy())
 
 
 @pytest.mark.parametrize("way", WAYS)

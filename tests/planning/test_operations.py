@@ -19,9 +19,9 @@ from fp8stack.layers import build_backend
 from fp8stack.layers.backend import DTYPES
 from fp8stack.model.config import Experts, GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.planning.operations import Operation, casts_of, operations_of, trace_of
-from fp8stack.planning.steps import TracedStep, merged_steps
-from fp8stack.planning.tracer import Tracer
+from fp8stack.planning.operations import casts_of, operations_of, trace_of
+from fp8stack.planning.steps import Operation, Step, merged_steps
+from fp8stack.planning.trace import Tracer
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.cases import case
 from tests.support.dtype_recorder import Recorder
@@ -78,7 +78,7 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
-def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[TracedStep]]:
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Step]]:
     """The passes of a real model of the plan, forward and backward; and the steps of one more."""
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
@@ -88,10 +88,10 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
     with recorder.recording():
         for _ in range(passes):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
-    tracer = Tracer(model, plan, composed=True)
+    tracer = Tracer(model)
     with tracer.recording():
         model(tokens[:, :-1], tokens[:, 1:])
-    return recorder, merged_steps(operator.step for operator in tracer.operators)
+    return recorder, merged_steps(tracer.steps)
 
 
 def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
@@ -362,61 +362,25 @@ def test_float32_attention_gives_the_same_compiled_and_eager():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_attention_in_mxfp8_is_in_the_plan_and_in_the_casts():
+@pytest.mark.parametrize(
+    ("kind", "gradient"), [("mxfp8", "e4m3"), ("current", "e5m2"), ("delayed", "e5m2")]
+)
+def test_attention_in_fp8_is_in_the_plan_and_in_the_casts(kind, gradient):
     gpu = Hardware("cuda", (10, 0), has_te=True)
     config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
     plans = [
         plan_for(config, load_recipe("mxfp8", {"attention": precision}), gpu)
-        for precision in ("compute", "mxfp8")
-    ]
-    plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
-    assert [operation.operands for operation in (*plain, *low)] == [("bf16",) * 3, ("e4m3",) * 3]
-    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=low[0].why)]
-    assert low[0].why == "the recipe says attention = mxfp8"
-    assert plans[1].summary()[-1] == "attention: mxfp8, the recipe says so"
-    assert plans[1].to_json()["attention"] == "mxfp8"
-    before, after = (casts_of(config, plan) for plan in plans)
-    added = [operation for operation in after if operation not in before]
-    assert [operation for operation in after if operation not in added] == before
-    # Queries, keys, values and the gradient of the output, each along elements and along tokens.
-    assert {(operation.path, operation.source, operation.target) for operation in added} == {
-        ("blocks.0.attention", "bf16", "e4m3")
-    }
-    assert [operation.runs for operation in added] == ["forward"] * 6 + ["backward"] * 2
-
-
-# Tensors that attention casts to FP8 and their dtypes: forward, and backward to E5M2.
-KERNEL = [("softmax", "fp32")], [("softmax, gradient", "fp32")]
-CASTS = {
-    "current": KERNEL,
-    "delayed": (
-        [*KERNEL[0], ("output", "fp32")],
-        [*KERNEL[1], *((f"{name}, gradient", "fp32") for name in ("queries", "keys", "values"))],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", CASTS)
-def test_attention_in_fp8_with_a_scale_per_tensor_is_in_the_plan_and_in_the_casts(kind):
-    gpu = Hardware("cuda", (10, 0), has_te=True)
-    config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
-    plans = [
-        plan_for(config, load_recipe("current", {"attention": precision}), gpu)
         for precision in ("compute", kind)
     ]
     plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
     reason = f"the recipe says attention = {kind}"
     assert low == [replace(plain[0], operands=("e4m3",) * 3, why=reason)]
     assert plans[1].summary()[-1] == f"attention: {kind}, the recipe says so"
-    history = [any(x.name == "amax history" for x in operations_of(config, p)) for p in plans]
-    assert history == [False, True]
     before, after = (casts_of(config, plan) for plan in plans)
     added = [cast for cast in after if cast not in before]
     assert [cast for cast in after if cast not in added] == before
-    inputs = [(name, "bf16") for name in ("queries", "keys", "values")]
-    forward, backward = CASTS[kind]
     assert [(cast.what, cast.source, cast.target, cast.runs) for cast in added] == [
-        *((*cast, "e4m3", "forward") for cast in [*inputs, *forward]),
-        *((*cast, "e5m2", "backward") for cast in [("output, gradient", "bf16"), *backward]),
+        *((name, "bf16", "e4m3", "forward") for name in ("queries", "keys", "values")),
+        ("output, gradient", "bf16", gradient, "backward"),
     ]
     assert {cast.path for cast in added} == {"blocks.0.attention"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from fp8stack.common.io import json_lines
 from fp8stack.layers import fp8_state
 from fp8stack.training.dataloader import batches, tokens_of
 from fp8stack.training.loop import _Loop, train
@@ -131,7 +132,7 @@ class SmallLoop:
 
     def events(self) -> list[dict[str, Any]]:
         """The rows of the metrics that report what the guard did."""
-        return [row for row in self.run.folder.read_metrics() if "event" in row]
+        return [row for row in json_lines(self.run.folder.metrics) if "event" in row]
 
     def guard_events(self) -> list[tuple[int, str]]:
         """The steps and names of `events`."""

@@ -20,7 +20,6 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.system_memory import available_memory
-from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.datasets import read
 from fp8stack.training.distributed.parallelize import (
@@ -56,21 +55,12 @@ class Beginning:
 
     config: RunConfig
     folder: RunFolder
-    resumption: Resumption | None  # None: a new run
+    resumption: Resumption | None  # None: from step 1
     source: Trained | None  # the initial weights; None: random ones, or a checkpoint's
     tokenizer: Tokenizer | None  # the one that `config` names
     tokenizer_file: Path | None  # the `tokenizer.json` of the initial weights or the resumed run
-    tracker_note: str | None = None  # a line on trackers that are not started
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to resume from, if any."""
-        return None if self.resumption is None else self.resumption.checkpoint
-
-    @property
-    def continues(self) -> bool:
-        """Whether `folder` already holds the run."""
-        return self.resumption is not None and self.resumption.origin is None
+    continues: bool  # whether `folder` already holds the run
+    notes: tuple[str, ...]  # printed at the start
 
 
 @dataclass(frozen=True, kw_only=True)

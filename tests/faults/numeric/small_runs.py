@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8stack.common.io import json_lines
 from fp8stack.layers import fp8_state
 from fp8stack.training.checkpoint.state import random_state
 from fp8stack.training.loop import train
@@ -60,7 +61,7 @@ def trained(run: Run) -> list[Event]:
 
 def events(run: Run) -> list[Event]:
     """The guard's events so far."""
-    return [row for row in run.folder.read_metrics() if "event" in row]
+    return [row for row in json_lines(run.folder.metrics) if "event" in row]
 
 
 class Recorder:

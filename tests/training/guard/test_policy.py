@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from fp8stack.common import presets
 from fp8stack.common.errors import NumericFailure
+from fp8stack.common.io import json_lines
 from fp8stack.layers import backend as base
 from fp8stack.layers.kernels import replay
 from fp8stack.layers.kernels.attention import attend
 from fp8stack.layers.observe import fp8_linears
 from fp8stack.training.guard import monitor, policy
 from fp8stack.training.guard.policy import Outcome
-from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
 from tests.support.cases import case
@@ -404,7 +404,7 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_p
     assert (written["asked"], written["recipe"]["name"]) == ("fp16", "bf16")
     assert {layer["precision"] for layer in written["layers"]} == {"bf16"}
     assert "the guard left fp16 for bf16" in written["reasons"]
-    sampled = read_rows(tmp_path / "r" / "telemetry.jsonl", {"step": 0})
+    sampled = json_lines(tmp_path / "r" / "telemetry.jsonl")
     layers = {row["step"]: {*row["not_fp8"].values()} for row in sampled if "not_fp8" in row}
     assert layers == {step: {"fp16" if step < 8 else "bf16"} for step in range(1, 10)}
     resumed = SmallLoop(tmp_path / "r", "fp16", steps=10, resume="auto", **keys)
