@@ -49,7 +49,7 @@ TILES = {
     "rows": Tile(BLOCK, BLOCK, 16),
 }
 """The tile for each kind of scales, see `KernelVariant.scales`: by the registers that ptxas gives a
-thread, not measured on a GPU. With float32 scales of blocks, a tile is a block in each direction."""
+thread, not measured on a GPU. With float32 scales of blocks a tile is a block, high and wide."""
 _ARGUMENTS = (
     *("x", "dy", "scale", "data", "transposed", "inverse", "columnwise_inverse", "amaxes", "sums"),
 )
@@ -417,7 +417,7 @@ def product_variant(
     scales = _scales(quantizer)
     fields: dict[str, Any] = {"name": source.name, "backward": source.dy is not None}
     fields |= {"rows": TILES[scales].rows, "columns": TILES[scales].columns}
-    fields["whole_quads"] = source.shape[0] % 4 == 0
+    fields["whole_quads"] = source.shape[0] % 16 == 0
     return variant(quantizer or _quantizer(), scales, source.x.dtype, exact, **fields, **requested)
 
 

@@ -45,10 +45,13 @@ def cast_product(
     columns = width
     if HOW.name == "swiglu" and HOW.backward:
         columns = 2 * width
-    largest = _cast_half(x, dy, scale, data, transposed, inverse, columnwise_inverse, sums, down,
+    times = 1.0
+    if HOW.scales == "given":
+        times = tl.load(scale)
+    largest = _cast_half(x, dy, times, data, transposed, inverse, columnwise_inverse, sums, down,
                          block, rows, width, columns, 0, HOW)  # fmt: skip
     if HOW.name == "swiglu" and HOW.backward:
-        second = _cast_half(x, dy, scale, data, transposed, inverse, columnwise_inverse, sums, down,
+        second = _cast_half(x, dy, times, data, transposed, inverse, columnwise_inverse, sums, down,
                             block, rows, width, columns, 1, HOW)  # fmt: skip
         largest = tl.maximum(largest, second)
     if HOW.record:
@@ -56,18 +59,58 @@ def cast_product(
 
 
 @triton.jit
+def cast_weights(
+    table, owners, scales, amaxes, HOW: tl.constexpr, ALIGNED: tl.constexpr, SPACING: tl.constexpr
+):
+    """Cast a tile of one of many matrices. `table` has a row of nine fields for every matrix, and
+    `owners` has the row of every tile."""
+    tile = tl.program_id(0)
+    entry = table + tl.load(owners + tile).to(tl.int64) * 9
+    x = tl.load(entry).to(tl.pointer_type(HOW.dtype))
+    data = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    transposed = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
+    scale_type: tl.constexpr = tl.uint8 if HOW.scales == "mx" else tl.float32
+    inverse = tl.load(entry + 3).to(tl.pointer_type(scale_type))
+    columnwise_inverse = tl.load(entry + 4).to(tl.pointer_type(scale_type))
+    rows = tl.load(entry + 5).to(tl.int32)
+    columns = tl.load(entry + 6).to(tl.int32)
+    tile -= tl.load(entry + 7).to(tl.int32)
+    place = tl.load(entry + 8)
+    if ALIGNED:  # loaded pointers and sizes have no alignment for Triton
+        x, data = tl.multiple_of(x, 16), tl.multiple_of(data, 16)
+        transposed = tl.multiple_of(transposed, 16)
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    wide = tl.cdiv(columns, HOW.columns)
+    down, block = tile // wide, tile % wide
+    times = 1.0
+    if HOW.scales == "given":
+        times = tl.load(scales + place)
+    if HOW.scales == "current":
+        times = _scale_of(tl.load(amaxes + place * SPACING), HOW)
+    largest = _cast_half(x, x, times, data, transposed, inverse, columnwise_inverse, x, down, block,
+                         rows, columns, columns, 0, HOW)  # fmt: skip
+    if HOW.scales == "given" or HOW.scales == "current":
+        tl.store(inverse, inverse_of(times), mask=tile == 0)
+    if HOW.record:  # as integers, which are in the order of the numbers: none is negative
+        cell = (amaxes + place * SPACING).to(tl.pointer_type(tl.int32))
+        tl.atomic_max(cell, tl.max(largest).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
 def _cast_half(
-    x, dy, scale, data, transposed, inverse, columnwise_inverse, sums, down, block, rows, width,
+    x, dy, times, data, transposed, inverse, columnwise_inverse, sums, down, block, rows, width,
     columns, HALF: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Write the requested results of a tile. Returns the largest magnitude of every four elements.
+    """Write the requested results of a tile; `times` is the tensor's scale, if it has one. Returns
+    the largest magnitude of every four elements.
 
     The tile is computed in four parts: the first rows of all quadruples of rows, the second ones,
     and so on. So a thread holds a quarter of its elements at a time, and packs the codes of four
-    rows into an integer, whose transpose costs a quarter of that of bytes. Scales of columns need
-    all rows: then the values are computed again, from a cache.
+    rows into an integer, whose transpose costs a quarter of that of bytes. Scales of columns and of
+    squares need all rows: then the values are computed again, from a cache.
     """
     quads: tl.constexpr = HOW.rows // 4
+    per_tensor: tl.constexpr = HOW.scales == "given" or HOW.scales == "current"
     quad = down * quads + tl.arange(0, quads)[:, None]
     column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
     in_width, out_column = column < width, column + HALF * width
@@ -81,10 +124,10 @@ def _cast_half(
         place = data + row.to(tl.int64) * columns + out_column
         if HOW.sums:
             total += values
-        if HOW.record or HOW.scales == "rows" or HOW.scales == "mx":
+        if HOW.record or not per_tensor:
             largest = tl.maximum(largest, sizes_of(values))
-        if HOW.scales == "given":
-            codes = _codes(values * tl.load(scale), HOW)
+        if per_tensor:
+            codes = _codes(values * times, HOW)
             tl.store(place, codes, mask=inside)
             packed = _with_part(packed, codes, part, transposed, row, out_column, rows, inside, HOW)
         if HOW.scales == "rows":
@@ -97,23 +140,30 @@ def _cast_half(
     if HOW.sums:
         line = sums + down.to(tl.int64) * columns + out_column
         tl.store(line, tl.sum(total, axis=0)[None, :], mask=in_width)
-    if HOW.columnwise and (HOW.scales == "rows" or HOW.scales == "mx"):
-        if HOW.scales == "rows":
+    if HOW.scales == "squares" or (HOW.columnwise and (HOW.scales == "rows" or HOW.scales == "mx")):
+        if HOW.scales == "squares":
+            times = _scale_of(tl.max(largest), HOW)
+            _put_square_scale(inverse_of(times), inverse, columnwise_inverse, down, block, rows,
+                              columns, HOW)  # fmt: skip
+        elif HOW.scales == "rows":
             times = _scale_of(tl.max(largest, axis=0)[None, :], HOW)
             line = columnwise_inverse + down * columns + out_column
             tl.store(line, inverse_of(times), mask=in_width)
         else:
-            inside = (4 * quad < rows) & in_width
-            times = _put_mx_scales(largest, 4 * quad, out_column, inside, rows, columnwise_inverse,
-                                   8, HOW)  # fmt: skip
+            times = _put_mx_columns(largest, quad, out_column, in_width, rows, columnwise_inverse,
+                                    HOW)  # fmt: skip
         for part in tl.range(4):
             row = 4 * quad + part
             inside = (row < rows) & in_width
-            values = _values(x, dy, row, column, width, inside, HALF, HOW)
-            codes = _codes(values * times, HOW)
+            codes = _codes(_values(x, dy, row, column, width, inside, HALF, HOW) * times, HOW)
+            if HOW.scales == "squares":
+                place = data + row.to(tl.int64) * columns + out_column
+                tl.store(place, codes, mask=inside)
             packed = _with_part(packed, codes, part, transposed, row, out_column, rows, inside, HOW)
     if HOW.columnwise and HOW.whole_quads and HOW.scales != "none":
-        _put_quads(packed, transposed, quad, out_column, rows, (4 * quad < rows) & in_width)
+        stride = tl.multiple_of(rows // 4, 4)  # of a column, which has a multiple of 16 bytes
+        line = transposed.to(tl.pointer_type(tl.int32)) + out_column.to(tl.int64) * stride
+        tl.store(line + quad, packed, mask=(quad < stride) & in_width)
     return largest
 
 
@@ -121,20 +171,13 @@ def _cast_half(
 def _with_part(
     packed, codes, part, transposed, row, column, rows, inside, HOW: tl.constexpr
 ):  # fmt: skip
-    """Add the codes of one of four rows to integers that hold those of four; if the rows are no
-    multiple of four, write them instead."""
+    """Add the codes of one of four rows to integers that hold those of four; if the columns of the
+    transpose are not aligned, write them instead."""
     if HOW.columnwise and HOW.whole_quads:
         packed = packed | (codes.to(tl.int32) << (8 * part))
     elif HOW.columnwise:
         tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
     return packed
-
-
-@triton.jit
-def _put_quads(packed, transposed, quad, column, rows, inside):
-    """Write the codes of quadruples of rows, in columns, to the transpose."""
-    place = transposed.to(tl.pointer_type(tl.int32)) + column.to(tl.int64) * (rows // 4) + quad
-    tl.store(place, packed, mask=inside)
 
 
 @triton.jit
@@ -161,60 +204,6 @@ def _values(x, dy, row, column, width, inside, HALF: tl.constexpr, HOW: tl.const
         elif HOW.name != "cast":
             values = _forward(values, HOW)
     return values
-
-
-@triton.jit
-def cast_weights(
-    table, owners, scales, amaxes, HOW: tl.constexpr, ALIGNED: tl.constexpr, SPACING: tl.constexpr
-):
-    """Cast a tile of one of many matrices. `table` has a row of nine fields for every matrix, and
-    `owners` has the row of every tile."""
-    tile = tl.program_id(0)
-    entry = table + tl.load(owners + tile).to(tl.int64) * 9
-    x = tl.load(entry).to(tl.pointer_type(HOW.dtype))
-    data = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
-    transposed = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
-    inverse = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
-    columnwise_inverse = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
-    rows = tl.load(entry + 5).to(tl.int32)
-    columns = tl.load(entry + 6).to(tl.int32)
-    tile -= tl.load(entry + 7).to(tl.int32)
-    place = tl.load(entry + 8)
-    if ALIGNED:  # loaded pointers and sizes have no alignment for Triton
-        x, data = tl.multiple_of(x, 16), tl.multiple_of(data, 16)
-        transposed = tl.multiple_of(transposed, 16)
-        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
-    wide, high = tl.cdiv(columns, HOW.columns), tl.cdiv(rows, HOW.rows)
-    down, block = tile // wide, tile % wide
-    row = down * HOW.rows + tl.arange(0, HOW.rows)[:, None]
-    column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
-    inside = (row < rows) & (column < columns)
-    values = _load(x, row, column, columns, inside)
-    data += row.to(tl.int64) * columns + column
-    transposed += column.to(tl.int64) * rows + row
-    if HOW.record or HOW.scales == "squares":
-        amax = amax_of(values)
-    if HOW.record:  # as integers, which are in the order of the numbers: none is negative
-        cell = (amaxes + place * SPACING).to(tl.pointer_type(tl.int32))
-        tl.atomic_max(cell, amax.to(tl.int32, bitcast=True), sem="relaxed")
-    if HOW.scales == "mx":
-        _put_mx(values, row, column, inside, rows, columns, data, transposed,
-                inverse.to(tl.pointer_type(tl.uint8)),
-                columnwise_inverse.to(tl.pointer_type(tl.uint8)), HOW)  # fmt: skip
-    elif HOW.scales != "none":
-        if HOW.scales == "given":
-            scale = tl.load(scales + place)
-        else:
-            if HOW.scales == "current":
-                amax = tl.load(amaxes + place * SPACING)
-            scale = _scale_of(amax, HOW)
-        out = inverse_of(scale)
-        if HOW.scales == "squares":  # as `scaled_gemm.pack_scales` has them
-            tl.store(inverse + down * tl.cdiv(wide, 4) * 4 + block, out)
-            tl.store(columnwise_inverse + block * tl.cdiv(high, 4) * 4 + down, out)
-        else:
-            tl.store(inverse, out, mask=tile == 0)
-        _put_scaled(values * scale, data, transposed, inside, HOW)
 
 
 # Elements of a product
@@ -300,15 +289,17 @@ def _of_value(gate, dy, HOW: tl.constexpr):
     return _rounded(dy * activated, HOW)
 
 
-# Casts of a tile, whose values are float32, and 0 outside of the matrix.
+# Scales of blocks; values are float32, and 0 outside of the matrix
 
 
 @triton.jit
-def _put_scaled(scaled, data, transposed, inside, HOW: tl.constexpr):
-    codes = _codes(scaled, HOW)
-    tl.store(data, codes, mask=inside)
-    if HOW.columnwise:
-        tl.store(transposed, codes, mask=inside)
+def _put_square_scale(
+    inverse_scale, inverse, columnwise_inverse, down, block, rows, columns, HOW: tl.constexpr
+):  # fmt: skip
+    """Write the inverse scale of a square, as `scaled_gemm.pack_scales` has them."""
+    high, wide = tl.cdiv(rows, HOW.rows), tl.cdiv(columns, HOW.columns)
+    tl.store(inverse + down * tl.cdiv(wide, 4) * 4 + block, inverse_scale)
+    tl.store(columnwise_inverse + block * tl.cdiv(high, 4) * 4 + down, inverse_scale)
 
 
 @triton.jit
@@ -326,19 +317,16 @@ def _put_mx_rows(values, row, column, inside, columns, place, inverse, HOW: tl.c
 
 
 @triton.jit
-def _put_mx_scales(
-    sizes, row, column, inside, rows, inverse, LINES: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
-    """Write the E8M0 scales of blocks of 32 rows, of which `LINES` lines hold the magnitudes and
-    `row` the rows. Returns the multipliers of all lines."""
-    lines: tl.constexpr = sizes.shape[0]
-    shape: tl.constexpr = (lines // LINES, LINES, HOW.columns)
+def _put_mx_columns(sizes, quad, column, in_width, rows, inverse, HOW: tl.constexpr):
+    """Write the E8M0 scales of blocks of 32 rows, which are 8 quadruples with these largest
+    magnitudes. Returns the multipliers of all quadruples."""
+    shape: tl.constexpr = (HOW.rows // MX_BLOCK, MX_BLOCK // 4, HOW.columns)
     scales = _e8m0_code(tl.max(tl.reshape(sizes, shape), axis=1), HOW)
-    first = tl.min(tl.reshape(row, [lines // LINES, LINES]), axis=1)[:, None]
-    has_elements = tl.max(tl.reshape(inside.to(tl.int32), shape), axis=1) > 0
-    packed_place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
-    tl.store(inverse + packed_place, scales.to(tl.uint8), mask=has_elements)
-    return tl.reshape(tl.broadcast_to(_times(scales)[:, None, :], shape), [lines, HOW.columns])
+    first = tl.min(tl.reshape(4 * quad, [HOW.rows // MX_BLOCK, MX_BLOCK // 4]), axis=1)[:, None]
+    place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
+    tl.store(inverse + place, scales.to(tl.uint8), mask=(first < rows) & in_width)
+    times = tl.broadcast_to(_times(scales)[:, None, :], shape)
+    return tl.reshape(times, [HOW.rows // 4, HOW.columns])
 
 
 @triton.jit

@@ -96,7 +96,8 @@ class KernelVariant:
             machine code that stores registers which nothing wrote. To be deleted when no torch that
             brings Triton 3.6 is supported.
         rows, columns: of a tile.
-        whole_quads: whether the rows are a multiple of four, so that the codes of four can be packed.
+        whole_quads: whether the rows are a multiple of 16, so that the codes of four rows can be
+            written to the transpose together.
         columnwise, record, sums: whether a transpose, an amax and the sums over rows are wanted.
         name, backward: of a `fused_casts.FusedInput`.
     """

@@ -326,7 +326,8 @@ def test_a_gpus_code_stores_several_bytes_at_once_and_leaves_room_for_other_bloc
     stores = Counter(re.findall(r"st\.global\S*", text))
     codes = {"rows": "v4", "given": "v2", "mx": "v2"}[scaled]
     # The codes of rows and, packed, of columns; then scales, sums and an amax.
-    assert stores[f"st.global.{codes}.b32"] and stores["st.global.v4.b32"]
+    assert stores[f"st.global.{codes}.b32"]
+    assert stores["st.global.v4.b32"]
     assert stores.keys() - {f"st.global.{codes}.b32", "st.global.v4.b32"} <= (
         {"st.global.b32", "st.global.b8"} if scaled == "mx" else {"st.global.b32"}
     )
