@@ -48,7 +48,6 @@ class Phases:
         self.judged_at: int = state.get("judged_at", 0)  # the last step that was compared
         self.entered: str | None = state.get("entered")  # the last phase that was announced
         self.reason: str | None = state.get("reason")  # why the phases ended
-        self._told_the_end = self._has_ended(run.step)
 
     def plan(self, step: int) -> int:
         """The index of the plan that trains `step`."""
@@ -57,13 +56,16 @@ class Phases:
     def enter(self, step: int) -> None:
         """Announce the phase that begins with `step`, if one does; its plan is already in use."""
         phase, index = self._at(step)
-        several = len(self.run.schedule.phases) > 1
-        if phase.name != self.entered and several and self.ended_at is None:
-            recipe = phase.asked.replace(phase.recipe, self.run.plan.asked, 1)  # not a whole path
-            self._announce(step, phase.name, index, f"{recipe} was asked for from this step on")
-        if step - 1 == self.ended_at and not self._told_the_end:  # a resumed run lost the event
-            self._announce(step, CONSERVATIVE, index, self.reason or "guard.quality")
-            self._told_the_end = True
+        plan, name, reason = self.run.plans[index], self.phase(step), self.reason
+        if self._has_ended(step):
+            begins = step - 1 == self.ended_at
+        else:
+            begins = name != self.entered and len(self.run.schedule.phases) > 1
+            recipe = phase.asked.replace(phase.recipe, plan.asked, 1)  # not a whole path
+            reason = f"{recipe} was asked for from this step on"
+        if begins:
+            row = {"step": step, "event": "phase", "phase": name, "why": reason or "guard.quality"}
+            self.announce(row | {"recipe": plan.recipe.name, "precision": plan.precision})
         self.entered = phase.name
 
     def phase(self, step: int) -> str:
@@ -96,12 +98,10 @@ class Phases:
             return
         self.ended_at = step
         worse = f"{100 * (val_loss / exact - 1):.2g} %" if math.isfinite(val_loss) else "infinitely"
-        reason = (
+        self.reason = (
             f"validation loss {val_loss:.4f} in {run.plan.precision} is {worse} worse than the "
             f"{exact:.4f} of the same weights in fp32, and guard.quality allows {100 * limit:g} %"
         )
-        self.reason, self._told_the_end = reason, True
-        self._announce(step + 1, CONSERVATIVE, reference, reason)
 
     def state(self) -> dict[str, Any]:
         """The state to save in a checkpoint, as JSON data."""
@@ -129,8 +129,3 @@ class Phases:
             assert self.run.schedule.reference is not None
             index = self.run.schedule.reference
         return phase, index
-
-    def _announce(self, step: int, name: str, index: int, reason: str) -> None:
-        plan = self.run.plans[index]
-        row = {"step": step, "event": "phase", "phase": name, "why": reason}
-        self.announce(row | {"recipe": plan.recipe.name, "precision": plan.precision})

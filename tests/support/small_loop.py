@@ -18,8 +18,8 @@ from fp8stack.training.dataloader import batches, tokens_of
 from fp8stack.training.loop import _Loop, train
 from fp8stack.training.metrics.console import PlainDisplay
 from fp8stack.training.metrics.throughput import Peak
-from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
+from tests.support.each_model import on_each_model
 
 # Sizes that every FP8 GEMM takes, 128 x 128 blocks included, have a width of 128.
 SETS = [
@@ -53,16 +53,8 @@ class SmallLoop:
         self._again = {"folder": folder, "recipe": recipe, "width": width} | flags
         settings = small | {"recipe": recipe, "out": str(folder)} | flags
         self.run = set_up(settings, None, [*SETS, f"model_overrides.width={width}"], resume)
-        self._spoils: list[Callable[[], None]] = []
-        vars(self.run)["use"] = self._use
         self.loop = _Loop(self.run, PlainDisplay(), PEAK)
         self.tokens = batches(self.run)
-
-    def _use(self, index: int) -> None:
-        """`Run.use`, where the model that it builds is spoilt as well."""
-        Run.use(self.run, index)
-        for spoil in self._spoils:
-            spoil()
 
     def tokens_of(self, step: int) -> Tensor:
         """The tokens of a step."""
@@ -136,8 +128,7 @@ class SmallLoop:
             if not was_fp8 or getattr(module, "in_fp8", False):
                 module.register_forward_hook(spoilt_output)
 
-        self._spoils.append(spoil_module)
-        spoil_module()
+        on_each_model(self.run, spoil_module)
 
     def events(self) -> list[dict[str, Any]]:
         """The rows of the metrics that report what the guard did."""

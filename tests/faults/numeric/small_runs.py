@@ -17,6 +17,7 @@ from fp8stack.training.checkpoint.state import random_state
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
+from tests.support.each_model import on_each_model
 
 SETS = ["model_overrides.layers=1", "model_overrides.heads=2", "model_overrides.width=32"]
 SMALL: dict[str, Any] = {
@@ -77,7 +78,7 @@ class Recorder:
         self.ends: dict[int, Digest] = {}
         self._begun: tuple[int, Digest] | None = None
         self._passes = 0
-        run.model.register_forward_pre_hook(self._before, prepend=True)
+        on_each_model(run, lambda: run.model.register_forward_pre_hook(self._before, prepend=True))
         run.optimizer.register_step_post_hook(self._after)
 
     def at(self, step: int) -> Digest | None:
