@@ -702,6 +702,9 @@ def test_all_runs_begin_with_the_weights_of_a_checkpoint(command, tmp_path, refu
     source = str((tmp_path / "source").resolve() / "checkpoints" / "step-000012")
     assert saved["config"]["init_from"] == source
     assert f"begun with the weights of {source}" in (tmp_path / "c" / "compare.md").read_text()
+    again = ["--recipes", "fp32,mxfp8", "--seeds", "1", "--baseline", "mxfp8"]
+    assert command("compare", "--out", "c", *again) == 0
+    assert report(tmp_path / "c")["runs"] == saved["runs"]
     error = refused("compare", "--out", "d", *fork, "--set", "model_overrides.width=64")
     assert "width is 64 here and 32" in error
 
