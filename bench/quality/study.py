@@ -36,7 +36,7 @@ from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.precision.plan import WIDE
 from fp8stack.training.checkpoint.reader import candidates, is_whole, path_of
-from fp8stack.training.run_folder import RunFolder, read_rows
+from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.signals import Preempted
 
 NAME = "study.jsonl"
@@ -522,7 +522,7 @@ def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dic
 def operand_errors(path: Path) -> dict[str, float]:
     """The mean relative squared error of each kind of operand, over layers and sampled steps. The
     first sample does not count, since delayed scaling starts with all scales at 1."""
-    rows = [row for row in read_rows(path, {"step": 0}) if row.get("sqnr_db") is not None]
+    rows = [row for row in json_lines(path) if row.get("sqnr_db") is not None]
     first = min((row["step"] for row in rows), default=0)
     errors = {}
     for kind in OPERANDS:

@@ -157,7 +157,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
         require_possible(plan, config, ranks)
         if config.compile:
             require_compilable(plan, config.activation_checkpointing)
-    trained = [plans[place] for place in schedule.variants]
+    trained = [plans[place] for place in schedule.indices]
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}

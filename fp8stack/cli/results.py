@@ -15,7 +15,6 @@ KIND = argument("KIND", "models, recipes or runs.", autocompletion=completion.va
 FOLDER = argument("FOLDER", "Of runs: the folder to look in. [runs]")
 RUN = argument("RUN", "Run folder.")
 OUT = option("HTML file. [report.html in the run, or beside several runs]")
-TEXT = option("Print a summary; write a page only with --out.", "--text")
 RUNS = argument("RUNS", "Run folders.")
 
 
@@ -50,27 +49,23 @@ def list_(
 
 
 def show(run: Annotated[Path, RUN]) -> None:
-    """Show a run on the terminal: figures, findings and what to do next."""
-    from fp8stack.analysis.report import report
+    """Show the report on a run on the terminal, and what to do next."""
+    from fp8stack.analysis import report
     from fp8stack.training.run_folder import RunFolder
 
-    report([run], text=True)
-    folder = RunFolder(run)
-    terminal.show(*folder.next_commands())
+    report.show(run)
+    terminal.show(*RunFolder(run).next_commands())
 
 
 def report(
     runs: Annotated[list[Path], RUNS],
     out: Annotated[str | None, OUT] = None,
-    text: Annotated[bool, TEXT] = False,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
     from fp8stack.analysis import report as reports
 
-    if json and text:
-        raise UserError("Give --json or --text, not both.")
-    page = reports.report(runs, out, text, json)
+    page = reports.report(runs, out, json)
     if page is not None:
         (terminal.warn if json else terminal.say)(f"report: {page}")
 

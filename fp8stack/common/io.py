@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from fp8stack.common.errors import StorageError, UserError, quoted
@@ -37,6 +38,7 @@ DEEPEST = 64
 write, and small enough for recursive code."""
 LARGEST_TOML = 2**20  # bytes: a hundred times the size of real files
 LARGEST_JSON = 2**26  # bytes: the index of a large model takes megabytes
+LONGEST_LINE = 2**24  # characters of a file of JSON lines
 
 _KEY = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
 # tomllib needs quadratic time and memory for a dotted key.
@@ -281,6 +283,31 @@ def parse_json(text: str | bytes, name: str) -> Any:
     return value
 
 
+def json_lines(path: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines, up to the first line that is no object; none if
+    the file is missing. `notes` gets a sentence on a damaged line; a last line without an end is
+    being written. Raises a UserError if the file cannot be read."""
+    if not path.exists():
+        return
+    if not path.is_file():  # reading a pipe would block
+        raise UserError(f"{quoted(str(path))} is no regular file. Give the folder of a run.")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            for count, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), ""), start=1):
+                row = None
+                if len(line) < LONGEST_LINE:
+                    with suppress(UserError):
+                        row = parse_json(line, path.name)
+                if not isinstance(row, dict):
+                    is_whole = line.endswith("\n") or len(line) == LONGEST_LINE
+                    if is_whole and notes is not None:
+                        notes.append(f"{path.name} is damaged: line {count} and on are left out.")
+                    return
+                yield {intern(key): value for key, value in row.items()}  # rows share their keys
+    except OSError as error:
+        raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
+
+
 def _text_of(path: Path, kind: str, largest: int) -> str:
     name = quoted(str(path))
     try:
@@ -341,9 +368,6 @@ def claimed(folder: Path, busy: str) -> Iterator[None]:
     if another process holds the lock, a StorageError if the folder cannot be created."""
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:  # Windows, where a folder cannot be opened
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not lock(descriptor):

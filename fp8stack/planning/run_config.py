@@ -18,6 +18,7 @@ from fp8stack.common.io import DEEPEST, parse_toml, read_toml
 from fp8stack.common.terminal import warn
 from fp8stack.data.tokenizer import NAMED
 from fp8stack.model.config import GPTConfig
+from fp8stack.planning.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.planning.run_keys import (
     BRANCH,
     PRESET,
@@ -31,7 +32,6 @@ from fp8stack.planning.run_keys import (
     PositiveFloat,
     RunKeys,
 )
-from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.precision.recipe_file import RecipeFile
 
 
@@ -150,10 +150,13 @@ class RunConfig(RunKeys, BaseModel):
 
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "save_fp8": (False, "--activation-checkpointing selective saves more memory"),
+    "calibration_steps": (
+        16,
+        "a phase in delayed scaling is calibrated by its first step",
+    ),
     "debug_steps": (0, "metrics.jsonl has the values of each step with log_every = 1"),
 }
-"""Keys that earlier runs have, with their default and what serves instead. They change no number
-of a run, so they are ignored."""
+"""Keys that earlier runs have, with their default and what serves instead. They are ignored."""
 
 
 @lru_cache(maxsize=64)

@@ -258,7 +258,7 @@ class Trained:
             ) from error
         if self._plan_of(recipe) is not None:
             for layer in self.left_fp8:
-                model.set_fp8(layer, False)
+                model.leave_fp8(layer)
         return model.to(hardware.device).eval()
 
     @property

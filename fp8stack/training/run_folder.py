@@ -19,8 +19,8 @@ from fp8stack.common.io import (
     LOCK,
     TEMPORARY,
     is_held,
+    json_lines,
     lock,
-    parse_json,
     restrict,
     storage_errors,
     sweep,
@@ -66,6 +66,7 @@ class RunFolder:
         self._own = [self.plan, self.tokenizer, self.telemetry, debug, self.plot, self.sample]
         self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
+        self._made: list[Path] = []  # folders that this process created
 
     @property
     def holds_run(self) -> bool:
@@ -190,6 +191,7 @@ class RunFolder:
         created."""
         self.require_own_files()
         with storage_errors(self.path):
+            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a")
         # Another process may hold the lock for a moment, to see whether a process trains here.
@@ -203,10 +205,16 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """If an error occurs within, release the lock."""
+        """If an error occurs within, release the lock, and remove the folder if it was created for
+        nothing."""
         try:
             yield
         except BaseException:
+            if self._made and self.is_vacant:
+                with suppress(OSError):  # not empty
+                    (self.path / LOCK).unlink()
+                    for folder in (self.checkpoints, *self._made):
+                        folder.rmdir()
             self.release()
             raise
 
@@ -294,16 +302,12 @@ class RunFolder:
                 with storage_errors(path), path.open("rb") as stream:
                     os.fsync(stream.fileno())
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of the metrics, up to a line that a crash cut short."""
-        return read_rows(self.metrics, {})
-
     def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
         """Add the keys `more` to the row of `step` if it is the last row (events aside); else
         append a new row."""
-        rows = self.read_metrics()
+        rows = _rows(self.metrics)
         last = next((row for row in reversed(rows) if "event" not in row), None)
-        if last is None or last["step"] != step:
+        if last is None or last.get("step") != step:
             rows.append(last := {"step": step})
         last |= more
         write_atomically(self.metrics, _lines(rows))
@@ -311,13 +315,13 @@ class RunFolder:
     @property
     def origin(self) -> Path | None:
         """The path of the checkpoint that the run began with, if it is a branch."""
-        events = [row for row in self.read_metrics() if row.get("event") == BRANCH]
+        events = [row for row in json_lines(self.metrics) if row.get("event") == BRANCH]
         return Path(str(events[-1].get("why")).removeprefix(_BEGUN)) if events else None
 
     def take_over_metrics(self, origin: Path, step: int) -> None:
         """Write the metrics until the checkpoint `origin` of another run, which is of `step`, and
         after them the event of a branch that begins with it."""
-        rows = _up_to(step, RunFolder(origin.parent.parent).read_metrics())
+        rows = _up_to(step, _rows(RunFolder(origin.parent.parent).metrics))
         event = {"step": step, "event": BRANCH, "why": f"{_BEGUN}{origin.resolve()}"}
         write_atomically(self.metrics, _lines([*rows, event]))
 
@@ -325,9 +329,9 @@ class RunFolder:
         """Drop the metrics and checkpoints of steps after `step`, which are about to be
         repeated."""
         forget_after(self.checkpoints, step)
-        for file, defaults in ((self.metrics, {}), (self.telemetry, {"step": 0})):
-            if file.exists():
-                write_atomically(file, _lines(_up_to(step, read_rows(file, defaults))))
+        write_atomically(self.metrics, _lines(_up_to(step, _rows(self.metrics))))
+        if self.telemetry.exists():
+            write_atomically(self.telemetry, _lines(_up_to(step, _rows(self.telemetry))))
 
 
 def _closed_in_children(folder: RunFolder) -> None:
@@ -352,26 +356,17 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with storage_errors(path), path.open("ab") as stream:
         if is_new and os.name == "posix":
             restrict(stream.fileno(), path.parent)
-        stream.write(_lines(rows))
+        stream.write(_lines(rows, allow_nan=False))
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+def _lines(rows: Sequence[dict[str, Any]], *, allow_nan: bool = True) -> bytes:
+    return "".join(json.dumps(row, allow_nan=allow_nan) + "\n" for row in rows).encode()
 
 
-def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file, up to the first line that is cut short or has no integer
-    `step` (`defaults` gives missing keys)."""
-    rows: list[dict[str, Any]] = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    with suppress(ValueError):
-        for line in text.splitlines():
-            row = parse_json(line, path.name)
-            json.dumps(row, allow_nan=False)  # raises for NaN: rows may be written again
-            if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
-                break
-            rows.append(row)
-    return rows
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, up to the first whose step is no integer."""
+    rows = json_lines(path)
+    return list(itertools.takewhile(lambda row: isinstance(row.get("step", 0), int), rows))
 
 
 def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

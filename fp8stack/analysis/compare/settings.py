@@ -17,9 +17,9 @@ from fp8stack.common.tables import counted
 from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers.compiler import require_compiler
 from fp8stack.model.config import load_config
+from fp8stack.planning.phases import PhaseConfig
 from fp8stack.planning.run_config import RunConfig, merged, percent
 from fp8stack.precision import probe
-from fp8stack.precision.phases import PhaseConfig
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
 from fp8stack.training.init_from import with_source

@@ -133,7 +133,7 @@ def _recipe(recipe_keys: Mapping[str, Any], key: str) -> Recipe:
 def _without_memory(
     config: GPTConfig, recipe: Recipe, saved_plan: Mapping[str, Any], draws: RngState
 ) -> GPT:
-    """A model on the meta device, to check tensors against. The variants of a run share `draws`."""
+    """A model on the meta device, to check tensors against. The models of a run share `draws`."""
     chosen = recipe.model_copy(update={"attention": "compute"})  # FP8 attention needs a GPU to run
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=layers_left_out(saved_plan))
     attends = plan.recipe.model_copy(update={"attention": recipe.attention})

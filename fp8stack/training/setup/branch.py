@@ -33,16 +33,15 @@ def for_branch(
     if not same_phases or run.schedule.reference is None:
         entered = run.schedule.at(step)[0].name
         info["phases"] = {"ended_at": None, "judged_at": step, "entered": entered}
-    new, saved = fp8_state(run.main.model), checkpoint.tensors.get("fp8", {})
+    new, saved = fp8_state(run.model), checkpoint.tensors.get("fp8", {})
     keeps_scales = is_same and _shapes_of_scales(new) == _shapes_of_scales(saved)
     state = new | {
         name: tensor
         for name, tensor in saved.items()
         if name in new and (keeps_scales or _is_counter(name))
     }
-    _, place = run.schedule.at(step + 1)
-    begins_in_delayed = run.main.backend.delayed is not None and run.variants[place] is run.main
-    new_scales = begins_in_delayed and not keeps_scales
+    _, index = run.schedule.at(step + 1)
+    new_scales = run.plans[index].delayed and not keeps_scales
     notes = ["the scales of delayed scaling begin at 1, as in a new run"] if new_scales else []
     return replace(checkpoint, info=info, tensors={**checkpoint.tensors, "fp8": state}), notes
 

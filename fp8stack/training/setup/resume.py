@@ -327,8 +327,7 @@ def restore(run: Run, resumption: Resumption) -> Run:
     run.restore(checkpoint)
     info = checkpoint.info
     if (guard := info["guard"]) is not None:
-        for layer in guard["demoted"]:
-            run.set_fp8(layer, False)
+        run.demote(guard["demoted"])
         if guard["left_fp16"]:
             run.leave_fp16()
             notes.append("the guard left fp16 before: the run goes on in bf16")
@@ -353,7 +352,7 @@ def _require_same_identity(run: Run, resumption: Resumption) -> Mapping[str, Any
     recipes = {place: _as_saved_now(keys) for place, keys in saved.pop("recipes").items()}
     saved |= {"recipes": recipes} if recipes else {}
     keys = {"data"} if resumption.is_branch else saved.keys() | current.keys()
-    names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
+    names = [run.main_plan.recipe.name, info["plan"]["recipe"]["name"]]
     if "recipe" in keys and saved["recipe"] != current["recipe"] and names[0] != names[1]:
         by_machine = ", as auto chooses by machine" if run.config.recipe == "auto" else ""
         difference = "recipe is '{}' here and '{}' in the checkpoint".format(*names)

@@ -9,18 +9,15 @@ import json
 import shutil
 import tomllib
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
-from fp8stack.analysis.report.analysis import analyze
-from fp8stack.analysis.report.events import folded
-from fp8stack.analysis.report.read import read_run
-from fp8stack.analysis.report.text import show
+from fp8stack.analysis import report
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches, load_corpora, validation_windows
@@ -183,9 +180,8 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         def example(place: Path, changed: bytes) -> None:
             run = _copy(pristine, place)
             (run / name).write_bytes(changed)
-            analysis = analyze(read_run(run))
-            folded(analysis.run.events)
-            show([analysis], ["a"], Console(file=io.StringIO(), width=80))
+            with redirect_stdout(io.StringIO()):
+                report.show(run)
             if name == "metrics.jsonl":
                 RunFolder(run).forget_after(2)
 
@@ -196,7 +192,8 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         text = "".join(json.dumps(row) + "\n" for row in (*ROWS, changed))
         for name in ("metrics.jsonl", "telemetry.jsonl"):
             (run / name).write_text(text)
-        show([analyze(read_run(run))], ["a"], Console(file=io.StringIO(), width=80))
+        with redirect_stdout(io.StringIO()):
+            report.show(run)
         RunFolder(run).forget_after(2)
 
     manifest = json.loads((pristine / "checkpoints" / NEWEST / "checkpoint.json").read_text())

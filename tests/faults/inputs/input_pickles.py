@@ -79,7 +79,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "data in a folder": ("pretrain", "--data", "{folder}"),
     "init from a folder": ("pretrain", "--init-from", "{folder}"),
     "report": ("report", "{file}"),
-    "report on a folder": ("report", "{folder}", "--text"),
+    "show a folder": ("show", "{folder}"),
     "resume a run": ("pretrain", "--resume", "{run}"),
     "init from a run": ("pretrain", "--init-from", "{run}"),
     "report on a run": ("report", "{run}"),

@@ -60,7 +60,7 @@ def test_in_the_same_recipe_it_is_the_run_itself(recipe, tmp_path):
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8", "bf16"])
 def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_them(recipe, tmp_path):
-    flags = {"phases": shared(until=AT + 1), "calibration_steps": 1}
+    flags = {"phases": shared(until=AT + 1)}
     uninterrupted = trained(tmp_path / "uninterrupted", recipe, **flags)
     trained(tmp_path / "fp32", "fp32")
     branched = trained(tmp_path / "branched", recipe, resume=checkpoint(tmp_path / "fp32"), **flags)
@@ -76,7 +76,7 @@ def test_what_random_bits_were_drawn_goes_on_in_other_phases(tmp_path):
     first = {"name": "first", "until": AT + 2}
     for number, recipes in enumerate((("nvfp4", "delayed"), ("delayed", "nvfp4"))):
         phases = ({**first, "recipe": recipes[0]}, {"name": "second", "recipe": recipes[1]})
-        flags = {"phases": phases, "calibration_steps": 1}
+        flags = {"phases": phases}
         folder = tmp_path / str(number)
         uninterrupted = trained(folder / "a", recipes[1], **flags)
         trained(folder / "first", recipes[0])
@@ -110,7 +110,7 @@ def test_it_goes_on_in_another_recipe(first, second, flags, tmp_path):
     assert again.run.step == AT + 2
     assert changed(branched.everything(), again.everything()) == []
     assert again.go() == 0
-    assert again.run.main.plan.recipe.name == second
+    assert again.run.main_plan.recipe.name == second
     rows = [row for row in metrics(tmp_path / "b") if "loss" in row]
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     assert all(row["loss"] is not None for row in rows)

@@ -48,12 +48,18 @@ def test_where_no_run_was_begun_a_new_one_begins(remains, new, command, tmp_path
 @pytest.mark.parametrize(
     "flags", [["--resume"], ["--resume", "auto"], ["--steps", "1", "--resume"]]
 )
-def test_only_the_run_in_out_or_a_named_one_is_resumed(flags, new, command, refused, tmp_path):
+def test_only_the_run_in_out_or_a_named_one_is_resumed(
+    flags, new, command, refused, tmp_path, monkeypatch
+):
     """Nothing is looked for in `runs`, and a finished or unfinished run in `--out` is kept."""
     cut = RunFolder(tmp_path / "runs/gpt-nano-fp32")
     cut.claim()
     cut.release()
-    refused(*new, *flags, message="--resume auto needs --out, the run's folder. Or name it:")
+    needs_out = "--resume auto needs --out, the run's folder. Or name it: --resume RUN"
+    refused(*new, *flags, message=needs_out)
+    with monkeypatch.context() as restart:
+        restart.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        refused(*new, message=needs_out)
     assert command(*new, "--steps", "1") == 0  # where a start was cut early
     assert command(*new, "--steps", "1") == 0
     assert [path.name for path in cut.path.parent.iterdir()] == [
@@ -173,6 +179,9 @@ def test_a_run_without_a_checkpoint_begins_again_as_its_run_toml_says_now(
         file.write_text(file.read_text().replace("lr = 0.003", edit).replace("lr = 0.001", edit))
         assert command(*AUTO) == code
     assert max(row["lr"] for row in metrics(run)) == 0.001
+    file.write_text(file.read_text().replace("lr = ", "lr = 0.001", 1))
+    assert command(*AUTO, "--lr", "0.002") == 0  # nothing is trained that it could change
+    assert max(row["lr"] for row in metrics(run)) == 0.002
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     assert command(*words, "--steps", "14") == 0
     printed = capsys.readouterr().out
     assert "resumed from r/checkpoints/step-000008\n" in printed
-    assert "steps 8 -> 14: the learning rate follows the new" in printed
+    assert "steps 12 -> 14: the learning rate follows the new" in printed
     assert losses(run)[:8] == uninterrupted[:8]
     refused("pretrain", "--resume", "r", "--steps", "3", message="less than the 14")
     (run / "checkpoints/step-000012/checkpoint.json").unlink()
@@ -313,7 +322,7 @@ def test_steps_that_are_repeated_are_dropped_from_the_log(tmp_path):
             folder.append_metrics(row)
         folder.append_telemetry([{"step": 1}, {"step": 7}], {"recipe": "delayed"})
         folder.forget_after(6)
-        assert folder.read_metrics() == rows
+        assert metrics(folder.path) == rows
         rows_before = folder.telemetry.read_text().splitlines()
         assert [json.loads(line).get("step") for line in rows_before] == [None, 1]
 
@@ -325,10 +334,10 @@ def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(t
         folder.append_metrics(row)
     folder.complete_metrics(8, {"val_loss": 2.0})
     rows = [{"step": 8, "loss": 1.0, "val_loss": 2.0}, bad]
-    assert folder.read_metrics() == rows
+    assert metrics(folder.path) == rows
     folder.append_metrics(bad | {"step": 9})
     folder.complete_metrics(9, {"val_loss": 3.0})
-    assert folder.read_metrics() == [*rows, bad | {"step": 9}, {"step": 9, "val_loss": 3.0}]
+    assert metrics(folder.path) == [*rows, bad | {"step": 9}, {"step": 9, "val_loss": 3.0}]
 
 
 @pytest.mark.parametrize(("model", "reason"), [("gpt2-124m", "K N"), ("gpt2-1.5b", "host")])
@@ -361,13 +370,13 @@ def test_layers_that_a_recipe_file_left_out_stay_out_in_its_copy(tmp_path):
         return plan_phases(config, shape, hardware, decided, 4096)
 
     plans, schedule = planned("mine.toml", Hardware("cuda", (9, 0), has_te=False), Decided())
-    layers = layers_left_out(plans[schedule.variants[1]].to_json())
+    layers = layers_left_out(plans[schedule.indices[1]].to_json())
     assert "blocks.0.mlp.down" in layers
     phases = {"places": schedule.places, "ended_at": None}
     tables = [plan.to_json() for plan in plans]
-    info = {"phases": phases, "plans": tables, "plan": tables[schedule.variants[1]]}
+    info = {"phases": phases, "plans": tables, "plan": tables[schedule.indices[1]]}
     again, schedule = planned("copies/mine.toml", Hardware("cpu"), resume._decided_in(info))
-    assert layers_left_out(again[schedule.variants[1]].to_json()) == layers
+    assert layers_left_out(again[schedule.indices[1]].to_json()) == layers
 
 
 def test_a_resumed_run_keeps_the_device_and_the_timeout_that_it_began_with(
