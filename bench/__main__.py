@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+
+from fp8stack.cli import SPIN_COUNT
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the command does
 
 try:
     from bench import runner
     from fp8stack.common.errors import UserError
-    from fp8stack.training.threads import adapting
 except ModuleNotFoundError as error:
     print(
         f"python -m bench needs {error.name}. For all that is missing: python bench/gpu/wheels.py "
@@ -38,10 +42,9 @@ def main() -> int:
         parser.print_help()
         return 0
     try:
-        with adapting():
-            if chosen.scenario == "check":
-                return runner.check(chosen.options)
-            return runner.run(chosen.scenario, chosen.options)
+        if chosen.scenario == "check":
+            return runner.check(chosen.options)
+        return runner.run(chosen.scenario, chosen.options)
     except UserError as error:
         parser.exit(2, f"{error}\n")
     except KeyboardInterrupt:

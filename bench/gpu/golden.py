@@ -19,26 +19,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.gpu import references
+from bench.gpu import references, te_modules
 from bench.gpu.facts import facts, slug
+from bench.gpu.references import matrix
 from fp8stack.analysis.conform import histories
 from fp8stack.analysis.conform import te_casts as te_raw
-from fp8stack.analysis.conform.casts import SCALES
+from fp8stack.analysis.conform.casts import SCALES, TE_QUANTIZERS
 from fp8stack.analysis.conform.check_inputs import (
     DTYPES,
     FORMAT_NAMES,
     LinearOperands,
-    matrix,
     spiky_steps,
     values_of,
 )
 from fp8stack.analysis.conform.checks import Context, Facts, Skipped
 from fp8stack.analysis.conform.golden import FOLDER
-from fp8stack.analysis.conform.quantizers import TE_QUANTIZERS, rules
 from fp8stack.common.formats import AmaxAlgorithm, Quantizer
 from fp8stack.precision import probe
 
 STEPS = 50
+# Windows that spikes leave, one that they never leave, and the shortest possible.
+LENGTHS = (1, 4, 16, 1024)
 HISTORY_SIZES = (16, 32, 16)  # rows, in, out
 # Factors of x and dy in the steps of a module, so that its delayed scales change.
 FACTORS = (1.0, 4.0, 0.5)
@@ -128,7 +129,7 @@ def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
     for dtype in DTYPES:
         for format in FORMAT_NAMES:
             yield f"cast {dtype} {format}", partial(_cast, device, dtype, format)
-    for length in histories.LENGTHS:
+    for length in LENGTHS:
         for algorithm in histories.ALGORITHMS:
             for margin in (0, 1):
                 name = f"history {length} {algorithm} margin {margin}"
@@ -136,9 +137,10 @@ def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
     for kind, dtype in MATRICES:
         for scaling in ("current", "block", "mxfp8"):
             for quantizer in TE_QUANTIZERS[scaling]:
-                name = f"{scaling} {kind} {dtype}: {rules(quantizer)}"
+                rules = quantizer.format, quantizer.block, quantizer.scale, f"eps {quantizer.eps:g}"
+                name = f"{scaling} {kind} {dtype}: {', '.join(map(str, rules))}"
                 yield name, partial(_quantizer, context, scaling, f"{kind} {dtype}", quantizer)
-    for module in te_raw.MODULES:
+    for module in te_modules.MODULES:
         for dtype in DTYPES:
             for scaling in ("delayed", "current", "block", "mxfp8"):
                 name = f"module {module} {dtype} {scaling}"
@@ -156,7 +158,7 @@ def inputs() -> Tensors:
         tensors[f"inputs/steps {field}"] = torch.stack(list(series))
     for kind, dtype in MATRICES:
         tensors[f"inputs/matrix {kind} {dtype}"] = small_matrix(kind, dtype)
-    for module in te_raw.MODULES:
+    for module in te_modules.MODULES:
         for key, value in module_inputs(module).items():
             tensors[f"inputs/{module} {key}"] = value
     return tensors
@@ -213,7 +215,7 @@ def _cast(device: str, dtype: str, format: str) -> Captured:
 
 def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) -> Captured:
     steps, scales = spiky_steps(STEPS, *HISTORY_SIZES), []
-    for state in histories.te_states(device, steps, length, algorithm, margin):
+    for state in te_modules.te_states(device, steps, length, algorithm, margin):
         scales.append(torch.stack([state[f"{slot}.scale"] for slot in histories.FORMATS]))
     saved = [state[f"{slot}.amax_history"] for slot in histories.FORMATS]
     case = {"kind": "history", "length": length, "algorithm": algorithm, "margin": margin}
@@ -250,21 +252,21 @@ def _weight_bytes(layer: Any) -> dict[str, Tensor]:
 
 def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
     context.need_te(scaling)
-    te_raw.forget()
+    te_modules.forget()
     options = {"amax_history_len": MODULE_HISTORY} if scaling == "delayed" else {}
-    recipe = te_raw.recipe(scaling, **options)
-    layer = te_raw.module(kind, SIZES[kind], DTYPES[dtype], context.device)
+    recipe = te_modules.recipe(scaling, **options)
+    layer = te_modules.module(kind, SIZES[kind], DTYPES[dtype], context.device)
     module_tensors = module_inputs(kind)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(module_tensors[name])
     x, dy = (module_tensors[name].to(context.device, DTYPES[dtype]) for name in ("x", "dy"))
     for factor in FACTORS:
-        results = te_raw.run(layer, recipe, x * factor, dy * factor, first=True)
+        results = te_modules.run(layer, recipe, x * factor, dy * factor, first=True)
     if scaling == "delayed":
-        for name, (scale, history) in te_raw.scales_and_histories(layer).items():
+        for name, (scale, history) in te_modules.scales_and_histories(layer).items():
             results |= {f"scale {name}": scale, f"amax_history {name}": history}
     results |= _weight_bytes(layer)
-    te_raw.forget()
+    te_modules.forget()
     case = {"kind": "module", "module": kind, "dtype": dtype, "scaling": scaling}
     return {**case, "factors": FACTORS, "history_length": MODULE_HISTORY}, results

@@ -24,11 +24,39 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fp8stack.analysis.conform.check_inputs import NVFP4, amaxes, matrix, ties
+from fp8stack.analysis.conform.check_inputs import DTYPES, NVFP4, amaxes
 from fp8stack.common.formats import Quantizer
 
 Tensors = dict[str, Tensor]
 Made = Iterator[tuple[str, dict[str, Any], Tensors]]
+
+
+def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Values halfway between codes of every format: small multiples of 2^-8, whose sums are
+    exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-64, 64, (rows, columns), generator=generator)
+    return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
+
+
+def matrix(kind: str, dtype: str, seed: int = 1) -> Tensor:
+    """[192, 320], with blocks of all magnitudes; "special" has zeros, limits, infinities and
+    NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(192, 320, generator=generator)
+    x *= 2.0 ** torch.randint(-12, 13, (192, 1), generator=generator)
+    x *= 2.0 ** torch.randint(-6, 7, (1, 320), generator=generator)
+    if kind == "special":
+        x[:32] = 0
+        x[32:48] *= 1e-38
+        x[48:64] = x[48:64].sign() * 3e38
+        x[70, 3], x[71, 40], x[72, 130] = torch.inf, -torch.inf, torch.nan
+        x[128:, 256:] = torch.nan
+        x[100] = 448.0
+        x[101, :] = 2.0**-130
+    return x.to(DTYPES[dtype])
+
+
 _WIDE = {dtype: matrix("ordinary", dtype)[:136, :144].clone() for dtype in ("bf16", "fp32")}
 INPUTS = {
     **{f"ordinary {dtype}": x[:64, :96].clone() for dtype, x in _WIDE.items()},

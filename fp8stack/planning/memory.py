@@ -17,7 +17,7 @@ from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.planning.planned_layers import weight_bytes
-from fp8stack.planning.run_config import OptimizerName
+from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.planning.trace import Trace, section_of, trace
 from fp8stack.precision import Plan
 

@@ -1,8 +1,8 @@
-"""Transformer Engine's source agrees with the calls of `fp8stack.analysis.conform.te_casts`."""
+"""Transformer Engine's source agrees with the calls of `bench.gpu.te_modules`."""
 
 from __future__ import annotations
 
-from fp8stack.analysis.conform import te_casts as te_raw
+from bench.gpu import te_modules
 from tests.support.te.te_quantizers import SOURCE, te_with_quantizers
 
 BLOCKWISE = "pytorch/tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.get_scale_shape"
@@ -12,7 +12,7 @@ FACTS = [
         ("pytorch/__init__.py:", f"from transformer_engine.pytorch.{home} import {name}")
         for home, names in {
             "tensor": ["Float8Quantizer", "Float8CurrentScalingQuantizer", "MXFP8Quantizer"],
-            "module": te_raw.MODULES,
+            "module": te_modules.MODULES,
             "quantization": ["is_fp8_available", "is_mxfp8_available", "autocast"],
         }.items()
         for name in names
@@ -35,7 +35,7 @@ FACTS = [
         "pytorch/tensor/mxfp8_tensor.py:MXFP8Quantizer.get_scale_shape",
         "round_up_to_nearest_multiple(math.prod(shape[:-1]), 128)",
     ),
-    # `te_raw.forget` is needed because the key of TE's buffers leaves the algorithm out.
+    # `te_modules.forget` is needed because the key of TE's buffers leaves the algorithm out.
     (f"{MANAGER}.get_unique_autocast_key", "recipe_repr = str(recipe)"),
     (f"{MANAGER}.reset", "cls.quantization_state = FP8GlobalState()"),
     ("pytorch/module/linear.py:Linear.forward", "self._fp8_workspaces.get(cache_name)"),
@@ -49,7 +49,7 @@ def test_the_source_of_transformer_engine_is_as_the_calls_take_it():
 def test_recipes_that_differ_in_the_algorithm_alone_are_one_to_transformer_engine():
     with te_with_quantizers():
         texts = {
-            str(te_raw.recipe("delayed", amax_compute_algo=algorithm))
+            str(te_modules.recipe("delayed", amax_compute_algo=algorithm))
             for algorithm in ("max", "most_recent")
         }
     assert len(texts) == 1

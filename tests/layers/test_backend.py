@@ -9,16 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack.analysis.conform import gemms
-from fp8stack.analysis.conform.checks import Context
-from fp8stack.analysis.conform.gemms import Shape
 from fp8stack.layers import fp8_state
 from fp8stack.layers.linear import CastLinear, QuantizedLinear
 from fp8stack.model.gpt import Loss
 from tests.support.backend_models import (
     AMPERE,
-    CPU,
-    LOW,
     PER_TENSOR,
     RECIPES,
     WAYS,
@@ -31,41 +26,7 @@ from tests.support.backend_models import (
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
-# (rows of x, in, out, bias): sizes that 16, 32 and 128 divide, and sizes that they do not.
 FLOAT32 = [*((recipe, "emulate") for recipe in RECIPES), *((r, "torch") for r in PER_TENSOR)]
-
-
-# Sizes that 16, 32 and 128 divide, and sizes that they do not.
-SHAPES = [
-    Shape(128, 128, 256, True), Shape(64, 32, 64, False), Shape(21, 48, 40, True),
-    Shape(30, 130, 33, True), Shape(1, 7, 5, False), Shape(150, 200, 129, False),
-]  # fmt: skip
-OPTIONS = [
-    ("current", {"power_of_two": True}),
-    ("current", {"quantizer": {"eps": 50.0}}),
-    ("current", {"forward_format": "e5m2", "backward_format": "e4m3"}),
-    ("delayed", {"backward_format": "e4m3"}),
-    ("delayed", {"forward_format": "e5m2"}),
-    ("block", {"power_of_two": False}),
-    ("mxfp8", {"scale_rounding": "floor"}),
-    ("mxfp8", {"scale_rounding": "even"}),
-]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "backend", "options", "shapes"),
-    [
-        *((recipe, "emulate", {}, SHAPES) for recipe in LOW),
-        *((recipe, "emulate", options, [Shape(6, 160, 48, True)]) for recipe, options in OPTIONS),
-        *((recipe, "torch", {}, [Shape(n, 48, 32, True) for n in (1, 3, 16, 17)])
-          for recipe in PER_TENSOR),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_linears_gemms_are_near_float64_on_the_exact_operands(recipe, backend, options, shapes):
-    for shape in shapes:
-        facts = gemms.linear(Context(CPU), recipe, backend, shape, **options)
-        assert facts["holds"], (shape, facts)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

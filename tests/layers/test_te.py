@@ -475,7 +475,8 @@ def test_a_recipes_options_reach_its_gemms(te, monkeypatch, name, options):
         return replace(resolve(recipe, machine(name), backend), device="cpu")
 
     monkeypatch.setattr(gemms, "plan_of", plan_of)
-    facts = gemms.linear(Context(CPU), name, "te", gemms.SHAPES[0], **options)
+    recipe = load_recipe(name, options)
+    facts = gemms.linear(Context(CPU), recipe, "te", gemms.SHAPES[0]).compare()
     assert facts["holds"], facts
 
 

@@ -25,7 +25,7 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
 from fp8stack.analysis.conform import gemms
-from fp8stack.analysis.conform.checks import Context, run_check
+from fp8stack.analysis.conform.checks import Context
 from fp8stack.analysis.conform.gemms import Shape
 from fp8stack.layers import fp8_state, operands
 from fp8stack.layers import torch as torch_backend
@@ -82,7 +82,7 @@ OPTIONS = [
 
 @pytest.fixture
 def planned_for_gpus(monkeypatch):
-    """The checks of `fp8stack conform` run what is planned for the GPU that a recipe needs."""
+    """The rows of `fp8stack conform` run what is planned for the GPU that a recipe needs."""
 
     def plan_of(recipe, context, backend):
         return replace(resolve(recipe, MACHINES[recipe.name], backend), device="cpu")
@@ -96,23 +96,22 @@ def planned_for_gpus(monkeypatch):
 def test_a_linears_gemms_are_near_float64_on_the_exact_operands(
     cuda_gemm, planned_for_gpus, recipe, options
 ):
+    chosen = load_recipe(recipe, options)
     for shape in (Shape(128, 128, 256, True), Shape(30, 128, 384, False), Shape(1, 256, 128, True)):
-        facts = gemms.linear(Context(CPU), recipe, "torch", shape, **options)
+        facts = gemms.linear(Context(CPU), chosen, "torch", shape).compare()
         assert facts["holds"], (shape, facts)
 
 
 def test_conform_finds_scales_in_another_order(cuda_gemm, planned_for_gpus, monkeypatch):
-    checks = list(gemms.gemms(Context(CPU, quick=True)))
-    checks = [check for check in checks if "1x16" in check.name or "nvfp4 by torch" in check.name]
-    assert [run_check(check)["holds"] for check in checks] == [True, True]
+    row = gemms.linear(Context(CPU), load_recipe("nvfp4"), "torch", gemms.SHAPES[0])
+    assert row.compare()["holds"]
     packed = scaled_gemms.pack_scales
 
     def turned(scales, kind):
         return packed(scales.view(torch.uint8).flip(1).view(scales.dtype), kind)
 
-    for where in (gemms, nvfp4):
-        monkeypatch.setattr(where, "pack_scales", turned)
-    assert [run_check(check)["holds"] for check in checks] == [False, False]
+    monkeypatch.setattr(nvfp4, "pack_scales", turned)
+    assert not row.compare()["holds"]
 
 
 @pytest.mark.parametrize("recipe", MACHINES)

@@ -181,7 +181,10 @@ def test_what_cannot_be_captured_is_written_down_and_fails(
         chosen = (current, "cast bf16 e4m3")
         return [(name, capture) for name, capture in every(context) if name in chosen]
 
-    every, current = golden.captures, "current ordinary bf16: e4m3, tensor, float32, eps 0"
+    every, current = (
+        golden.captures,
+        "current ordinary bf16: e4m3, tensor, float32, eps 0",
+    )
     monkeypatch.setattr(te_raw, "quantize", broken)
     monkeypatch.setattr(golden, "captures", few)
     with te_with_quantizers():

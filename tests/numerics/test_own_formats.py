@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.analysis.conform.check_inputs import codes_and_ties, extreme
 from fp8stack.common.formats import quantized_format
 from fp8stack.numerics import AmaxHistory, Quantizer, dequantize, quantize, round_to
 from fp8stack.numerics.cast import encode, round_to_format
 from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import OWN_FORMATS, every_value, values_by_definition
-from tests.support.quantizers import DRAWN
 
 
 def nearest_code(x: float, name: str) -> int:
@@ -82,21 +80,6 @@ def test_random_rounding_goes_away_from_zero_by_the_exact_share_of_the_step(name
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_blocks_of_every_format_multiply_the_values_of_their_bytes(way: str) -> None:
-    """On all paths: torch's operators, numba's kernels, and in tiles by several threads."""
-    for name in OWN_FORMATS:
-        x = torch.cat([codes_and_ties(quantized_format(name), 64, 96), extreme()[:, :96]])
-        nearest = Quantizer(format=name, block=(1, 32), scale="e8m0")
-        for quantizer in (nearest, replace(nearest, scale="power_of_two", rounding="stochastic")):
-            bits = DRAWN if quantizer.stochastic else None
-            for dim in (0, 1):
-                expected = dequantize(quantize(x, quantizer, dim, bits))
-                with cast_by(way):
-                    rounded = round_to(x, quantizer, dim, bits)
-                np.testing.assert_array_equal(rounded.values.numpy(), expected.numpy())
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_a_scale_in_powers_of_two_is_never_zero_nor_subnormal(way: str) -> None:
     """A maximum below 4 over float32's maximum is subnormal. With 2^-126 the largest saturate."""
     row = [torch.finfo(torch.float32).max, -(2.0**127), 2.0**126, 0.0]
@@ -140,12 +123,3 @@ def test_a_nan_is_reported_where_a_format_has_no_code_for_it() -> None:
     assert round_to(x, quantizer, 1).values.isnan().tolist() == x.isnan().tolist()
     with_nan = quantize(x, replace(quantizer, format="e3m4"))
     assert (with_nan.data[0, 1].item(), bool(with_nan.has_nan)) == (0x7F, True)
-
-
-@pytest.mark.parametrize("name", ["e1m2", "e3m0", "e2m0", "e1m0"])
-def test_codes_of_at_most_4_bits_share_a_byte(name: str) -> None:
-    x = codes_and_ties(quantized_format(name), 16, 31)
-    quantizer = Quantizer(format=name, block=(1, 16), scale="e8m0")
-    quantized = quantize(x, quantizer)
-    assert (quantizer.element_bits, quantized.data.shape) == (4, (16, 16))
-    np.testing.assert_array_equal(dequantize(quantized), round_to(x, quantizer, 1).values)

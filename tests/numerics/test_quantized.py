@@ -1,37 +1,50 @@
-"""Any quantizer's bytes and scales against numpy, block after block, and ml_dtypes."""
+"""Quantized tensors by hand, as views and in any shape; what is refused; and random rounding. The
+bytes and values of matrices by every quantizer are in test_conform.py."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from fp8stack.analysis.conform import oracles
-from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4, extreme, uneven, with_specials
+from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4, uneven, with_specials
 from fp8stack.common.formats import FORMATS, FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import (
+    Quantized,
     Quantizer,
     RandomBits,
+    Rounded,
     amax,
     dequantize,
+    fused,
     quantize,
     round_to,
 )
 from fp8stack.numerics.cast import encode
 from fp8stack.numerics.error import quantization_error
-from tests.support.cases import case
+from fp8stack.numerics.rounding import rounding_of_both
+from fp8stack.numerics.scales import scales_of
+from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import (
     BITS,
     FLOAT_DTYPES,
+    FLT_MAX,
     MAX,
+    STEADY,
     codes,
     decoded,
     nearest_codes,
+    rceil_code,
     to_numpy,
 )
 from tests.support.quantizers import (
@@ -43,7 +56,6 @@ from tests.support.quantizers import (
     RULES,
     STOCHASTIC,
     generator_of,
-    numbers,
 )
 
 SMALL_FORMATS = [name for name in get_args(FormatName) if BITS[name] < 8]
@@ -59,43 +71,31 @@ def unpacked(data: torch.Tensor, quantizer: Quantizer, dim: int, length: int) ->
     return np.moveaxis(nibbles[..., :length], -1, dim)
 
 
-def assert_made_by_hand(x: torch.Tensor, quantizer: Quantizer, dim: int, **options) -> None:
-    """The bytes, scales and values of a matrix, against the loop over its blocks."""
-    before = x.clone()
-    generator = generator_of(quantizer)
-    quantized = quantize(x, quantizer, dim, generator, **options)
-    np.testing.assert_array_equal(to_numpy(x), to_numpy(before))
-    source = to_numpy(x)
+def reference_of(x: Tensor, quantizer: Quantizer, dim: int) -> oracles.QuantizedMatrix:
+    """The oracle's copy, with the bits of `DRAWN`."""
     overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
-    drawn = None if generator is None else lambda *shape: generator.bits(*shape).numpy()
-    reference = oracles.quantize(source, quantizer, dim, overflow=overflow, bits=drawn)
-    if quantizer.hadamard:
-        source = oracles.hadamard(source, quantizer.hadamard, dim)
+    drawn = (lambda *shape: DRAWN.bits(*shape).numpy()) if quantizer.stochastic else None
+    return oracles.quantize(to_numpy(x), quantizer, dim, overflow=overflow, bits=drawn)
 
-    assert (quantized.quantizer, quantized.dim, quantized.shape) == (quantizer, dim, x.shape)
-    assert bool(quantized.has_nan) == bool(np.isnan(source).any())
-    assert (quantized.has_nan.dtype, quantized.has_nan.shape) == (torch.bool, ())
-    assert (quantized.amax.dtype, quantized.amax.shape) == (torch.float32, ())
-    assert quantized.amax == amax(torch.from_numpy(source))
-    length = source.shape[dim]
+
+def assert_oracles(x: Tensor, quantizer: Quantizer, dim: int) -> None:
+    """The bytes and the values of a matrix are the oracle's, and the matrix is left alone."""
+    before, generator = x.clone(), generator_of(quantizer)
+    reference = reference_of(x, quantizer, dim)
+    quantized = quantize(x, quantizer, dim, generator)
+    length = reference.codes.shape[dim]
     np.testing.assert_array_equal(unpacked(quantized.data, quantizer, dim, length), reference.codes)
-
-    if quantizer.per_tensor:
-        assert (quantized.scales.shape, quantized.scales.dtype) == ((), torch.float32)
-        assert quantized.scales == reference.stored.item()
-    else:
-        assert quantized.scales.shape == reference.stored.shape
-        scales = quantized.scales
-        stored = codes(scales) if quantizer.scale == "e8m0" else scales.float().numpy()
-        np.testing.assert_array_equal(stored, reference.stored)
-    with np.errstate(all="ignore"):
-        spread = reference.out
-        if quantizer.scale == "e4m3":
-            spread = spread * np.float32(quantized.amax) * np.float32(1 / 2688)
-        values = decoded(quantizer.format)[reference.codes] * spread
-    back = dequantize(quantized)
-    assert back.dtype == torch.float32
-    np.testing.assert_array_equal(back.numpy(), values)
+    e8m0 = quantizer.scale == "e8m0"
+    scales = codes(quantized.scales) if e8m0 else quantized.scales.float().numpy()
+    np.testing.assert_array_equal(scales.reshape(-1), reference.stored.reshape(-1))
+    for rounded in (
+        round_to(x, quantizer, dim, generator),
+        round_to(x, quantizer, dim - 2, generator),
+    ):
+        np.testing.assert_array_equal(rounded.values.numpy(), reference.values)
+        if rounded.factor is not None:
+            np.testing.assert_array_equal(rounded.factor.reshape(-1), reference.factor.reshape(-1))
+    np.testing.assert_array_equal(to_numpy(x), to_numpy(before))
 
 
 def test_every_format_scale_and_rounding_is_among_the_tested_quantizers():
@@ -109,15 +109,57 @@ def test_every_format_scale_and_rounding_is_among_the_tested_quantizers():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_any_matrix_equals_the_loop_over_its_blocks(name):
-    """Tails, specials, ties and every magnitude of float32, in every dtype and as a view."""
-    x, ties = with_specials(uneven(75, 140)), numbers(uneven(75, 140))
-    of_float32 = (x, extreme(), extreme() * 2.0**-126)
-    for matrix in (*of_float32, x.bfloat16(), x.half(), ties.half().T, ties.bfloat16()[::2, 1::3]):
-        for dim in (0, 1):
-            assert_made_by_hand(matrix, EVERY[name], dim)
-    for fill in (0.0, -0.0, math.nan):
-        assert_made_by_hand(torch.full((20, 40), fill), EVERY[name], 1)
+def test_a_view_and_what_belongs_to_its_bytes(name):
+    quantizer = EVERY[name]
+    x = with_specials(uneven(75, 140))
+    for matrix in (x.bfloat16()[::2, 1::3], x.half().T, torch.full((20, 40), math.nan)):
+        assert_oracles(matrix, quantizer, 1)
+        quantized = quantize(matrix, quantizer, 0, generator_of(quantizer))
+        reference = reference_of(matrix, quantizer, 0)
+        source = to_numpy(matrix)
+        if quantizer.hadamard:
+            source = oracles.hadamard(source, quantizer.hadamard, 0)
+        assert (quantized.quantizer, quantized.dim, quantized.shape) == (quantizer, 0, matrix.shape)
+        assert bool(quantized.has_nan) == bool(np.isnan(source).any())
+        assert quantized.amax == amax(torch.from_numpy(source))
+        shape = () if quantizer.per_tensor else reference.stored.shape
+        assert quantized.scales.shape == shape
+        with np.errstate(all="ignore"):
+            spread = reference.out
+            if quantizer.scale == "e4m3":
+                spread = spread * np.float32(quantized.amax) * np.float32(1 / 2688)
+            values = decoded(quantizer.format)[reference.codes] * spread
+        np.testing.assert_array_equal(dequantize(quantized).numpy(), values)
+
+
+@st.composite
+def matrices(draw) -> Tensor:
+    rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 150))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    spread = draw(st.sampled_from([0, 3, 20, 120]))
+    x = np.ldexp(
+        random.standard_normal((rows, columns)), random.integers(-spread, spread + 1, (rows, 1))
+    ).astype(np.float32)
+    if draw(st.booleans()):
+        x = (np.round(x * 8) / 8).astype(np.float32)
+    x[random.random(x.shape) < draw(st.sampled_from([0, 0.3]))] = 0
+    for special in draw(st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 2e-45]))):
+        x[random.integers(rows), random.integers(columns)] = special
+    matrix = torch.from_numpy(x).to(draw(st.sampled_from(FLOAT_DTYPES)))
+    return matrix.T if draw(st.booleans()) else matrix
+
+
+@STEADY
+@given(
+    matrices(),
+    st.sampled_from(sorted(EVERY | RULES)),
+    st.sampled_from([0, 1]),
+    st.sampled_from(WAYS),
+)
+def test_any_matrix_has_the_oracles_bytes_and_values(x, name, dim, way):
+    with cast_by(way):
+        assert_oracles(x, (EVERY | RULES)[name], dim)
 
 
 def test_an_empty_matrix():
@@ -126,6 +168,9 @@ def test_an_empty_matrix():
         assert quantized.data.numel() == 0
         assert (quantized.amax, bool(quantized.has_nan)) == (0, False)
         assert dequantize(quantized).shape == shape
+        assert (
+            round_to(torch.ones(shape), quantizer, 1, generator_of(quantizer)).values.numel() == 0
+        )
         if quantizer.block == "row":
             assert quantized.scales.shape == (shape[0], 1)
 
@@ -152,17 +197,6 @@ def test_stochastic_rows_of_more_dimensions_draw_like_their_matrix():
     x, quantizer = uneven(48, 100), replace(MXFP4, rounding="stochastic")
     quantized = quantize(x.view(4, 12, 100), quantizer, -1, DRAWN)
     assert torch.equal(quantized.data.view(48, -1), quantize(x, quantizer, -1, DRAWN).data)
-
-
-# FP8 in blocks
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_of_blocks_is_made_as_by_hand(name, dtype):
-    matrices = (with_specials(uneven(75, 140)).to(dtype), extreme().to(dtype), uneven(70, 133).T)
-    for x, dim in itertools.product(matrices, (0, 1)):
-        assert_made_by_hand(x, RULES[name], dim)
 
 
 # Rules that are told in numbers
@@ -236,22 +270,201 @@ def test_nvfp4_by_hand():
     assert back[1, 16:18].tolist() == pytest.approx([-6 * 36 / 448, 36 / 448])
 
 
+def mxfp8_in(name: Any, rounding: ScaleRounding = "rceil") -> Quantizer:
+    return Quantizer(format=name, block=(1, 32), scale="e8m0", scale_rounding=rounding)
+
+
+def mx_code(amax: float, name: str, rounding: ScaleRounding) -> int:
+    quantized = quantize(torch.tensor([0.0, -amax]), mxfp8_in(name, rounding))
+    return codes(quantized.scales).item()
+
+
+HAND_COMPUTED = {
+    ("e4m3", "rceil"): [
+        (0.0, 0),
+        (2.0**-149, 0),  # and its product with 1/448 is zero
+        (448 * 2.0**-127, 0),  # 2^-127 exactly, a subnormal float
+        (449 * 2.0**-127, 1),
+        (448 * 2.0**-126, 1),
+        (449 * 2.0**-126, 2),
+        (1.0, 119),
+        (224.0, 126),
+        (225.0, 127),
+        (448.0, 127),
+        (448 + 2.0**-15, 128),  # the next float
+        (512.0, 128),
+        (2.0**127, 246),
+        (FLT_MAX, 247),
+        (math.inf, 254),
+    ],
+    ("e5m2", "rceil"): [(57344.0, 127), (57345.0, 128), (1.0, 112)],
+    ("e4m3", "floor"): [
+        *((0.0, 0), (2.0**-149, 0), (2.0**-119, 0), (2.0**-118, 1), (1.0, 119)),
+        *((449.0, 127), (511.0, 127), (512.0, 128), (FLT_MAX, 246)),
+    ],
+    ("e5m2", "floor"): [(65535.0, 127), (65536.0, 128)],
+    ("e4m3", "even"): [
+        *((0.0, 0), (480.0, 127), (496 - 2.0**-15, 127)),
+        (496.0, 128),  # halfway to 512
+        *((1.0, 119), (1.9375, 120), (FLT_MAX, 247)),
+    ],
+    ("e5m2", "even"): [(61439.0, 127), (61440.0, 128)],
+}
+
+
+@pytest.mark.parametrize(("name", "rounding"), HAND_COMPUTED)
+def test_hand_computed_codes(name, rounding):
+    table = HAND_COMPUTED[name, rounding]
+    assert [mx_code(amax, name, rounding) for amax, _ in table] == [code for _, code in table]
+
+
+@STEADY
+@given(
+    st.floats(0, width=32, exclude_min=True, allow_infinity=False),
+    st.sampled_from(["e4m3", "e5m2"]),
+)
+def test_rceil_is_the_smallest_power_of_two_not_below_amax_over_fp8_max(amax, name):
+    assert mx_code(amax, name, "rceil") == rceil_code(amax, name)
+
+
+@pytest.mark.parametrize("shape", [(40, 3, 65), (2, 33, 2, 34), (70,)])
+def test_blocks_run_along_any_dimension_with_a_short_last_one(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for dim in range(-len(shape), len(shape)):
+        data, scales = quantize(x, MXFP8, dim)[:2]
+        rows = x.numpy().swapaxes(dim, -1)
+        reference = oracles.quantize(rows.reshape(-1, shape[dim]), MXFP8, 1)
+        expected = reference.codes.reshape(rows.shape).swapaxes(dim, -1)
+        expected_scales = reference.stored.reshape(*rows.shape[:-1], -1).swapaxes(dim, -1)
+        np.testing.assert_array_equal(codes(data), expected)
+        np.testing.assert_array_equal(codes(scales), expected_scales)
+
+
+def stored(data: torch.Tensor, scales: torch.Tensor, quantizer: Quantizer, dim: int) -> Quantized:
+    """Bytes and scales from elsewhere."""
+    unknown, no_nan = torch.tensor(math.nan), torch.tensor(False)
+    return Quantized(data, scales, unknown, quantizer, dim, data.shape, no_nan)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_dequantized_mxfp8_is_the_exact_product(name, dim):
+    data = torch.arange(256, dtype=torch.uint8).reshape(4, 64).repeat(12, 1)
+    scales = torch.arange(2 * (64 if dim == 0 else 48), dtype=torch.uint8) * 2
+    scales = scales.reshape((2, 64) if dim == 0 else (48, 2))
+    power = np.repeat(scales.numpy().astype(int) - 127, 32, axis=dim)[:48, :64]
+    with np.errstate(over="ignore"):  # 448 * 2^127
+        expected = np.ldexp(decoded(name)[data.numpy()], power)
+    data = data.view(FORMATS[name].dtype or torch.uint8)
+    values = dequantize(stored(data, scales.view(torch.float8_e8m0fnu), mxfp8_in(name), dim))
+    assert values.dtype == torch.float32
+    np.testing.assert_array_equal(values.numpy(), expected)
+
+
+def test_scale_code_255_is_nan():
+    nan = torch.tensor([255], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    not_a_number = stored(torch.ones(3).to(torch.float8_e4m3fn), nan, mxfp8_in("e4m3"), 0)
+    assert dequantize(not_a_number).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "truncated"),
+    [
+        (torch.float32, FLT_MAX, 2.0**127),
+        (torch.bfloat16, (2 - 2**-7) * 2.0**127, 2.0**127),
+        (torch.float16, 65504.0, 32768.0),
+    ],
+    ids=str,
+)
+def test_an_overflowed_scale_becomes_the_maximum_of_the_inputs_dtype(dtype, scale, truncated):
+    amax = torch.tensor([2.0**-130, 7.0])
+    exact = Quantizer(block=(1, 128), scale="float32")
+    for quantizer, expected in ((exact, scale), (replace(exact, scale="power_of_two"), truncated)):
+        assert scales_of(amax, quantizer, dtype).into.tolist() == [expected, 64.0]
+
+
+# Both directions at once
+
+
+def assert_same(rounded: Rounded, expected: Rounded) -> None:
+    np.testing.assert_array_equal(rounded.values.numpy(), expected.values.numpy())
+    assert (rounded.factor is None) == (expected.factor is None)
+    if rounded.factor is not None and expected.factor is not None:
+        np.testing.assert_array_equal(rounded.factor.numpy(), expected.factor.numpy())
+
+
+def round_both(
+    x: Tensor,
+    rowwise: Quantizer,
+    columnwise: Quantizer,
+    generators: tuple[RandomBits | None, RandomBits | None] = (None, None),
+) -> tuple[Rounded, Rounded]:
+    """For GEMMs over the columns and over the rows, in one pass where the quantizers are alike."""
+    at_once = rounding_of_both(rowwise, columnwise)
+    if at_once is not None:
+        rounded_along, rounded_across = at_once.round(x)
+        return rounded_along, rounded_across
+    return round_to(x, rowwise, 1, generators[0]), round_to(x, columnwise, 0, generators[1])
+
+
+PAIRS = [
+    *((name, name) for name in (*PLAIN, *HADAMARD)),
+    *(("1x128", "128x128"), ("mxfp4", "mxfp4 32x32"), ("nvfp4", "nvfp4 16x16"), ("1x64", "1x64")),
+    *(("nvfp4", "hadamard nvfp4"), ("mxfp8", "tensor"), ("tensor", "mxfp8"), ("mxfp4", "mxfp8")),
+    *(("mxfp4", "mxfp4 floor"), ("tensor", "tensor e5m2"), ("stochastic nvfp4", "nvfp4")),
+    *(("stochastic mxfp4", "stochastic hadamard mxfp4"), ("row", "row e5m2"), ("tensor", "row")),
+    *(("stochastic tensor", "stochastic tensor"), ("stochastic nvfp4 16x16", "nvfp4 16x16")),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_both_directions_equal_one_after_the_other(pair):
+    rowwise, columnwise = (EVERY[name] for name in pair)
+    generators = (DRAWN, replace(DRAWN, stream=9))
+    matrices = (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16())
+    for x, way in itertools.product(matrices, WAYS):
+        with cast_by(way):
+            pair_at_once = round_both(x, rowwise, columnwise, generators)
+            for rounded, quantizer, dim in zip(
+                pair_at_once, (rowwise, columnwise), (1, 0), strict=True
+            ):
+                alone = round_to(x, quantizer, dim, generators[1 - dim])
+                assert_same(rounded, alone)
+
+
+def test_short_rows_in_a_tile_that_is_wider_equal_those_of_one_result():
+    x = uneven(64, 64).bfloat16()
+    quantizers = Quantizer(block=(1, 32)), Quantizer(block=(128, 128))  # a tile has 128 columns
+    for rounded, quantizer, dim in zip(round_both(x, *quantizers), quantizers, (1, 0), strict=True):
+        alone = round_to(x, quantizer, dim)
+        assert_same(rounded, alone)
+
+
+def test_alike_quantizers_share_their_passes(monkeypatch):
+    x = uneven(64, 128)
+    called = Mock(wraps=fused.round)
+    monkeypatch.setattr(fused, "round", called)
+    for rowwise, columnwise in (
+        (MXFP8, MXFP8),
+        (NVFP4, NVFP4),
+        (MXFP4, MXFP4),
+        (NVFP4, replace(NVFP4, block=(16, 16))),
+    ):
+        called.reset_mock()
+        round_both(x, rowwise, columnwise)
+        called.assert_called_once()
+
+
 # Scales from outside
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_a_scale_may_be_given(stochastic):
-    x = uneven(40, 70)
-    scale = torch.tensor(448 / 3)
-    for amax_ in ("current", "delayed"):
-        quantizer = Quantizer(amax=amax_, rounding="stochastic" if stochastic else "nearest")
-        quantized = quantize(x, quantizer, 1, DRAWN if stochastic else None, scale=scale)
-        scaled = to_numpy(x) * np.float32(448 / 3)
-        bits = DRAWN.bits(40, 70).numpy()
-        expected = oracles.encode(scaled, "e4m3", bits if stochastic else None)
-        np.testing.assert_array_equal(codes(quantized.data), expected)
-        assert quantized.scales == np.float32(1) / np.float32(448 / 3)
-        assert quantized.amax == x.abs().max()
+def test_a_scale_may_be_given_in_current_scaling():
+    x, scale = uneven(40, 70), torch.tensor(448 / 3)
+    quantized = quantize(x, Quantizer(), 1, scale=scale)
+    expected = oracles.encode(to_numpy(x) * np.float32(448 / 3), "e4m3")
+    np.testing.assert_array_equal(codes(quantized.data), expected)
+    assert quantized.scales == np.float32(1) / np.float32(448 / 3)
+    assert round_to(x, Quantizer(), 1, scale=scale).factor == quantized.scales
 
 
 @pytest.mark.parametrize("function", [quantize, round_to, quantization_error])
@@ -409,32 +622,28 @@ def test_it_is_unbiased_through_the_scales_of_a_block():
         assert ((drawn.mean(0) - x[0].double()).abs() <= 4.5 * error + 1e-6 * limit)[inside].all()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        case(("hadamard row",), quick=True),
-        case(("nvfp4 16x16", "hadamard row"), quick=False),
-        case(("stochastic nvfp4",), quick=False),
-    ],
-)
-def test_compiled_code_makes_the_same_bytes(names):
-    # inductor's code for a CPU knows no float8_e8m0fnu.
+def test_a_generator_does_not_change_what_is_rounded_to_the_nearest():
+    x = uneven(64, 64)
+    for name, quantizer in (PLAIN | HADAMARD).items():
+        with_generator, without = round_to(x, quantizer, 1, DRAWN), round_to(x, quantizer, 1)
+        assert torch.equal(with_generator.values, without.values), name
+
+
+def test_compiled_code_rounds_every_mantissa_as_eager_code_does():
     torch.compiler.reset()
-    x = with_specials(uneven(75, 140))
-    chosen = [EVERY[name] for name in names]
+    quantizers = [
+        Quantizer(format=name, block=(1, 32), scale="e8m0")
+        for name in get_args(FormatName)
+        if BITS[name] < 8
+    ]
 
-    def quantize_all(x: torch.Tensor, generator: RandomBits) -> list[torch.Tensor]:
-        outputs = []
-        for quantizer in chosen:
-            quantized = quantize(x, quantizer, 1, generator if quantizer.stochastic else None)
-            outputs += [
-                quantized.data.view(torch.uint8),
-                quantized.scales.float(),
-                quantized.amax,
-                dequantize(quantized),
-            ]
-        return outputs
+    def rounded(x: Tensor) -> list[Tensor]:
+        return [round_to(x, quantizer, 1).values for quantizer in quantizers]
 
-    compiled = torch.compile(quantize_all, fullgraph=True)(x, DRAWN)
-    for output, compiled_output in zip(quantize_all(x, DRAWN), compiled, strict=True):
-        np.testing.assert_array_equal(output.numpy(), compiled_output.numpy())
+    mantissas = (torch.arange(2**16, dtype=torch.int32)[:, None] << 7) + torch.tensor([0, 1, 127])
+    compiled = torch.compile(rounded, fullgraph=True)
+    for exponent in (110, 122, 124, 125, 126, 127):
+        x = (mantissas.int() | exponent << 23).view(torch.float32).view(-1, 1).expand(-1, 2).clone()
+        x[:, 1] = 0.99  # so that exponents below are small in their block
+        for fast, eager in zip(compiled(x), rounded(x), strict=True):
+            np.testing.assert_array_equal(fast.numpy(), eager.numpy())

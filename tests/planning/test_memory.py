@@ -21,7 +21,8 @@ from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.planning.estimate import Answer, PhaseEstimate, memory_of
 from fp8stack.planning.memory import Estimate, Setting, estimate, optimizer_bytes
 from fp8stack.planning.operations import casts_of, operations_of
-from fp8stack.planning.run_config import OptimizerName, RunConfig
+from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.planning.savings import largest_batch, savings
 from fp8stack.planning.trace import trace
 from fp8stack.precision import Hardware, assumed, load_recipe

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from fp8stack import numerics
 from fp8stack.analysis.conform.check_inputs import MXFP8
-from fp8stack.analysis.conform.checks import agreement_db, mark_weights_changed, same_bits
-from fp8stack.analysis.conform.golden import CHECKS, compared, fields_of, load
+from fp8stack.analysis.conform.checks import equal as equal_bits
+from fp8stack.analysis.conform.checks import mark_weights_changed
+from fp8stack.analysis.conform.golden import COMPUTE, fields_of, golden_row, load
 from fp8stack.layers import Backend, build_backend, fp8_state
+from fp8stack.numerics.error import sqnr_db
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 __all__ = ["check", "load"]
@@ -31,21 +33,22 @@ Tensors = dict[str, Tensor]
 
 def check(case: Case, tensors: Tensors) -> None:
     """Recompute one case and compare; an AssertionError says what differs."""
-    if case["kind"] in CHECKS:
-        facts = compared(case, tensors)
+    if case["kind"] in COMPUTE:
+        facts = golden_row(case, tensors, "TE").compare()
         assert facts["holds"], facts
     else:
         _module(case, fields_of(f"{case['name']}/", tensors), tensors)
 
 
 def equal(actual: Tensor, expected: Tensor, name: str) -> None:
-    facts = same_bits({name: (actual, expected)})
+    facts = equal_bits({name: actual}, {name: expected})
     assert facts["holds"], facts
 
 
 def near_db(actual: Tensor, expected: Tensor, least: float, name: str) -> None:
-    ratio = agreement_db(actual.double(), expected.double())
-    assert ratio >= least, f"{name}: {ratio} dB, which is not {least}"
+    noise = (actual.double() - expected.double()).square().sum()
+    ratio = sqnr_db(float(expected.double().square().sum()), float(noise))
+    assert not noise or (ratio or 0.0) >= least, f"{name}: {ratio} dB, which is not {least}"
 
 
 # Modules

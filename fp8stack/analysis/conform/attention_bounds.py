@@ -1,4 +1,4 @@
-"""Checks attention's output and gradients against float64, with and without document masks.
+"""The rows of attention: its output and gradients against float64, with and without document masks.
 
 The bound: a score is a sum of E products, a weight its exponential, and each result a sum over
 weights. In float32 all of these round at 2^-24; queries, keys, values, weights and results may be
@@ -11,14 +11,12 @@ B batch, T tokens, H heads, G key/value heads, E head width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8stack.analysis.conform.checks import Check, Context, Facts
-from fp8stack.analysis.conform.gemms import ROUNDOFF, within
+from fp8stack.analysis.conform.checks import ROUNDOFF, Bounded, Context, Results, Row, within
 from fp8stack.layers.kernels.attention import attend, document_mask
 
 _ROUNDINGS = 2
@@ -47,41 +45,44 @@ SIZES = (
 )
 
 
-def attention(context: Context) -> Iterator[Check]:
-    """Check y, dq, dk and dv of causal attention and with document masks, in float32 and
-    bfloat16."""
+def attention(context: Context) -> Iterator[Row]:
+    """y, dq, dk and dv of causal attention and with document masks, in float32 and bfloat16."""
     for size in SIZES[:2] if context.quick else SIZES:
         for dtype in (torch.float32, torch.bfloat16):
             for steep in (1.0, 30.0):  # the second: scores far from 0
-                name = f"{size}, {str(dtype).removeprefix('torch.')}, queries times {steep:g}"
-                yield Check(name, partial(gradients, context, size, dtype, steep))
+                yield _row(context, size, dtype, steep)
 
 
-def gradients(context: Context, size: AttentionSize, dtype: torch.dtype, steep: float) -> Facts:
+def _row(context: Context, size: AttentionSize, dtype: torch.dtype, steep: float) -> Row:
     """One forward and backward pass."""
     B, T, H, G, E, length = size
-    generator = torch.Generator().manual_seed(context.seed)
-    shapes = {"q": (B, H, T, E), "k": (B, G, T, E), "v": (B, G, T, E), "y": (B, H, T, E)}
-    inputs = {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
-    inputs["q"] *= steep
-    leaves = {n: inputs[n].to(context.device).detach().requires_grad_() for n in "qkv"}
     documents = torch.arange(T).expand(B, T) // (length or T)
-    mask = None
-    if length:
-        on_device = documents.to(context.device)
-        mask = document_mask(on_device, dtype, head_width=E, all=False)
-    y = attend(leaves["q"], leaves["k"], leaves["v"], mask=mask, dropout=0.0)
-    torch.autograd.backward(y, inputs["y"].to(context.device))
-    results = {"y": y} | {f"d{n}": leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
-    allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    return within(
-        results, _exact({n: x.double() for n, x in inputs.items()}, allowed, ROUNDOFF[dtype])
-    )
+
+    def inputs() -> Iterator[tuple[str, dict[str, Tensor]]]:
+        generator = torch.Generator().manual_seed(context.seed)
+        shapes = {"q": (B, H, T, E), "k": (B, G, T, E), "v": (B, G, T, E), "y": (B, H, T, E)}
+        tensors = {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+        yield "", tensors | {"q": tensors["q"] * steep}
+
+    def computed(tensors: dict[str, Tensor]) -> Results:
+        leaves = {n: tensors[n].to(context.device).detach().requires_grad_() for n in "qkv"}
+        mask = None
+        if length:
+            on_device = documents.to(context.device)
+            mask = document_mask(on_device, dtype, head_width=E, all=False)
+        y = attend(leaves["q"], leaves["k"], leaves["v"], mask=mask, dropout=0.0)
+        torch.autograd.backward(y, tensors["y"].to(context.device))
+        return {"y": y} | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+
+    def exact(tensors: dict[str, Tensor]) -> Results:
+        allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+        return _exact({n: x.double() for n, x in tensors.items()}, allowed, ROUNDOFF[dtype])
+
+    name = f"{size}, {str(dtype).removeprefix('torch.')}, queries times {steep:g}"
+    return Row("attention", name, computed, exact, inputs, within)
 
 
-def _exact(
-    inputs: dict[str, Tensor], allowed: Tensor, roundoff: float
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _exact(inputs: dict[str, Tensor], allowed: Tensor, roundoff: float) -> Results:
     """y, dq, dk and dv in float64, each with its error bound."""
     q, k, v, dy = inputs["q"], inputs["k"], inputs["v"], inputs["y"]
     groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
@@ -114,4 +115,7 @@ def _exact(
         ),
         "dv": (summed(weights.mT @ dy), summed((w_error + roundoff * weights).mT @ dy.abs())),
     }
-    return {name: (value, _ROUNDINGS * bound + 1e-30) for name, (value, bound) in results.items()}
+    return {
+        name: Bounded(value, _ROUNDINGS * bound + 1e-30, torch.zeros(()))
+        for name, (value, bound) in results.items()
+    }

@@ -68,24 +68,6 @@ def values_of(dtype: str, seed: int = 0) -> Tensor:
     return bf16_values() if dtype == "bf16" else fp32_values(seed)
 
 
-def matrix(kind: str, dtype: str, seed: int = 1) -> Tensor:
-    """[192, 320], with blocks of all magnitudes; "special" has zeros, limits, infinities and
-    NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(192, 320, generator=generator)
-    x *= 2.0 ** torch.randint(-12, 13, (192, 1), generator=generator)
-    x *= 2.0 ** torch.randint(-6, 7, (1, 320), generator=generator)
-    if kind == "special":
-        x[:32] = 0
-        x[32:48] *= 1e-38
-        x[48:64] = x[48:64].sign() * 3e38
-        x[70, 3], x[71, 40], x[72, 130] = torch.inf, -torch.inf, torch.nan
-        x[128:, 256:] = torch.nan
-        x[100] = 448.0
-        x[101, :] = 2.0**-130
-    return x.to(DTYPES[dtype])
-
-
 def amaxes(seed: int = 2) -> Tensor:
     """Amaxes of all magnitudes, and 0, inf and NaN: float32 [4096]."""
     generator = torch.Generator().manual_seed(seed)
@@ -119,14 +101,6 @@ def extreme(seed: int = 0) -> Tensor:
     )
     signs = torch.randint(0, 2, (70, 300), generator=generator, dtype=torch.int32) << 31
     return (bits | (exponents.clamp(max=254) << 23) | signs).view(torch.float32)
-
-
-def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
-    """Values halfway between codes of every format: small multiples of 2^-8, whose sums are
-    exact."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-64, 64, (rows, columns), generator=generator)
-    return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
 
 
 def codes_and_ties(target: Format, rows: int, columns: int, seed: int = 1) -> Tensor:

@@ -1,12 +1,12 @@
-"""Defines checks, runs them, and compares their results."""
+"""The rows of the table: an implementation, an oracle, inputs, and how results have to agree."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,25 +15,25 @@ from torch import Tensor, nn
 from fp8stack.analysis.conform import te_casts as te
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.cudnn import load_cudnn
-from fp8stack.numerics.error import sqnr_db
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 
 Facts = dict[str, Any]
-Pairs = Mapping[str, tuple[Tensor, Tensor]]
+Results = Mapping[str, Any]
+"""Results by name: tensors, or of an oracle `Bounded` values."""
 
-EXACT_DB = 200.0  # the SQNR of an exact result, since JSON has neither infinity nor NaN
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _SHOWN = 5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Context:
-    """The machine that checks run on, and their options.
+    """The machine that rows run on, and their options.
 
     Attributes:
         hardware: the machine; its `device` holds the tensors.
         quick: the short form: smaller inputs, nothing compiled.
-        compiler: torch.compile's backend in the checks that compile.
+        compiler: torch.compile's backend in the rows that compile.
         seed: the seed of all random inputs.
         recipe: check what this recipe uses, in place of everything.
     """
@@ -58,7 +58,7 @@ class Context:
         return compiled
 
     def need_te(self, scaling: str) -> None:
-        """Skip the check unless TE works here and has a GEMM for this scaling."""
+        """Skip the row unless TE works here and has a GEMM for this scaling."""
         if not self.hardware.has_te:
             raise Skipped(self.hardware.te_problem or "Transformer Engine is not installed")
         load_cudnn()
@@ -67,97 +67,169 @@ class Context:
 
 
 class Skipped(Exception):
-    """The reason why a check does not apply."""
+    """The reason why a row does not apply."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check. `run` returns facts; "holds" among them is the verdict, if any."""
+class Bounded(NamedTuple):
+    """An exact result and how far a computed one may be off, elementwise in float64.
 
-    name: str
-    run: Callable[[], Facts]
+    Attributes:
+        value: the exact result.
+        error: the error of the sum.
+        rounded: the magnitudes that are rounded to the dtype of the computed result.
+    """
 
-    def __str__(self) -> str:
-        return self.name
-
-
-def run_check(check: Check) -> Facts:
-    """The result of a check, or why it was skipped or failed. It never raises."""
-    start = time.perf_counter()
-    try:
-        facts = check.run()
-    except Skipped as reason:
-        facts = {"skipped": str(reason)}
-    except Exception as error:
-        text = str(error).strip().partition("\n")[0]
-        trace = traceback.format_exc()[-3000:]
-        facts = {"failed": f"{type(error).__name__}: {text[:300]}", "traceback": trace}
-    return {"check": check.name, "seconds": round(time.perf_counter() - start, 3), **facts}
+    value: Tensor
+    error: Tensor
+    rounded: Tensor
 
 
-def broken(row: Facts) -> bool:
-    """Whether a check failed or does not hold, by its row."""
-    return "failed" in row or row.get("holds") is False
+class Share(NamedTuple):
+    """A result in high precision, and the largest norm of the error as a share of its own norm."""
+
+    value: Tensor
+    error: float
 
 
-def brief(row: Facts) -> str:
-    """The reason why a row does not hold or was skipped, in a line; "" if it holds."""
-    if "skipped" in row:
-        return str(row["skipped"])
-    if "failed" in row:
-        return str(row["failed"])
-    if not broken(row):
-        return ""
-    if "differing" in row:
-        first = "; ".join(row.get("first", []))
-        return f"{row['differing']} of {row['checked']} differ: {first}"[:400]
-    facts = {k: v for k, v in row.items() if k not in ("check", "group", "seconds", "holds")}
-    return f"does not hold: {facts}"[:400]
-
-
-def same_bits(pairs: Pairs, **inputs: Tensor) -> Facts:
-    """Compare tensors with the expected ones bit for bit: `{name: (actual, expected)}`. A
-    difference is reported with its element of the `inputs`, if one has that name, else with its
-    place."""
-    return _compared(pairs, _bits, inputs)
-
-
-def same_values(pairs: Pairs) -> Facts:
-    """Like `same_bits`, but for numbers: zeros are equal whatever their signs, and so are all
-    NaN."""
-    return _compared(pairs, lambda x: _bits(torch.where(x.isnan(), torch.nan, x) + 0.0), {})
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(_INTEGERS[x.element_size()])
-
-
-def _compared(
-    pairs: Pairs, bits: Callable[[Tensor], Tensor], inputs: Mapping[str, Tensor]
-) -> Facts:
+def equal(actual: Results, expected: Results, case: Any = None) -> Facts:
+    """Compare results bit for bit, but for the bits of a NaN; None is not compared. A difference is
+    reported with its element of `case`, if that is a mapping with the name, else with its index."""
     checked = differing = 0
     first: list[str] = []
-    for name, (actual, expected) in pairs.items():
-        actual, expected = _plain(actual), _plain(expected)
-        if actual.shape != expected.shape or actual.dtype != expected.dtype:
-            differing += expected.numel()
-            first.append(f"{name}: {_kind(actual)} instead of {_kind(expected)}")
+    for name, result in actual.items():
+        if result is None:
+            continue
+        result, target = _on_cpu(result), _on_cpu(expected[name])
+        if result.shape != target.shape or result.dtype != target.dtype:
+            differing += target.numel()
+            first.append(f"{name}: {_kind(result)} instead of {_kind(target)}")
         else:
-            odd = (bits(actual) != bits(expected)).nonzero()
+            odd = (_bits(result) != _bits(target)).nonzero()
             differing += len(odd)
             for index in odd[: max(0, _SHOWN - len(first))]:
                 at = tuple(index.tolist())
-                place = f" = {float(inputs[name][at]):.9g}" if name in inputs else list(at)
-                first.append(f"{name}{place}: {_shown(actual[at])}, not {_shown(expected[at])}")
-        checked += expected.numel()
+                x = case.get(name) if isinstance(case, Mapping) else None
+                place = f"{list(at)}" if x is None else f" of {float(x[at]):.9g}"
+                first.append(f"{name}{place}: {_shown(result[at])}, not {_shown(target[at])}")
+        checked += target.numel()
+    assert checked, "nothing was compared"
     facts: Facts = {"holds": differing == 0, "checked": checked, "differing": differing}
     return facts | ({"first": first[:_SHOWN]} if first else {})
 
 
-def _plain(x: Tensor) -> Tensor:
-    """Eight-bit numbers as bytes on the CPU."""
-    x = x.detach().cpu().contiguous()
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+def within(actual: Results, expected: Results, case: Any = None) -> Facts:
+    """Check that each result is near an exact one, `Bounded` or `Share`. `worst` is the largest
+    error as a share of its bound."""
+    worst = {}
+    for name, target in expected.items():
+        result = actual[name].detach()
+        value = result.double().cpu()
+        if value.shape != target.value.shape:
+            worst[name] = np.inf
+            continue
+        off = (value - target.value).abs()
+        if isinstance(target, Share):
+            shares = off.norm() / (target.error * target.value.norm())
+        else:
+            bound = target.error + 1.01 * ROUNDOFF[result.dtype] * target.rounded
+            shares = off / bound.clamp_min(1e-300)
+        shares = shares.nan_to_num(nan=np.inf)
+        worst[name] = float(f"{float(shares.max() if shares.numel() else 0):.3g}")
+    holds = max(worst.values()) <= 1.0
+    return {"holds": holds, "worst": {k: min(v, 1e9) for k, v in worst.items()}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        group: its group, such as "casts".
+        name: what is computed, and by what.
+        implementation: computes the results of a case.
+        oracle: the expected results of a case, by the same names.
+        inputs: the cases by name; may raise `Skipped`, as `implementation` may.
+        agrees: compares the results of a case with the expected ones: `equal` to the bit, or
+            `within` bounds.
+    """
+
+    group: str
+    name: str
+    implementation: Callable[[Any], Results]
+    oracle: Callable[[Any], Results]
+    inputs: Callable[[], Iterable[tuple[str, Any]]]
+    agrees: Callable[[Results, Results, Any], Facts] = equal
+
+    def __str__(self) -> str:
+        return f"{self.group}: {self.name}"
+
+    def compare(self) -> Facts:
+        """The facts of all cases. Raises `Skipped`, or what the implementation raises."""
+        comparisons = {}
+        for name, case in self.inputs():
+            actual = self.implementation(case)
+            comparisons[name] = self.agrees(actual, self.oracle(case), case)
+        return merged(comparisons)
+
+    def run(self) -> Facts:
+        """The row of the report: `group`, `check`, `verdict`, `why`, `seconds`, and the facts. It
+        never raises."""
+        start = time.perf_counter()
+        verdict, reason, facts = "pass", "", {}
+        try:
+            facts = self.compare()
+        except Skipped as skipped:
+            verdict, reason = "skipped", str(skipped)
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            verdict, reason = "FAIL", f"{type(error).__name__}: {text[:300]}"
+            facts = {"traceback": traceback.format_exc()[-3000:]}
+        else:
+            if not facts["holds"]:
+                verdict, reason = "FAIL", _difference(facts)
+        seconds = round(time.perf_counter() - start, 3)
+        row = {"group": self.group, "check": self.name, "verdict": verdict, "why": reason}
+        return row | {"seconds": seconds} | facts
+
+
+def merged(comparisons: Mapping[str, Facts]) -> Facts:
+    """Combine the comparisons of several cases: counts are added, first differences keep the name
+    of their case, and of errors the largest stays."""
+    facts: Facts = {"holds": all(row["holds"] for row in comparisons.values())}
+    for count in ("checked", "differing"):
+        if any(count in row for row in comparisons.values()):
+            facts[count] = sum(row[count] for row in comparisons.values())
+    for row in comparisons.values():
+        for name, share in row.get("worst", {}).items():
+            worst = facts.setdefault("worst", {})
+            worst[name] = max(share, worst.get(name, 0.0))
+    first = [
+        f"{name}: {line}".removeprefix(": ")
+        for name, row in comparisons.items()
+        for line in row.get("first", [])
+    ]
+    return facts | ({"first": first[:_SHOWN]} if first else {})
+
+
+def _difference(facts: Facts) -> str:
+    """The reason why a row does not hold, in a line."""
+    if "worst" in facts:
+        return f"errors as shares of their bounds: {facts['worst']}"[:400]
+    return f"{facts['differing']} of {facts['checked']} differ: {'; '.join(facts['first'])}"[:400]
+
+
+def _on_cpu(x: Any) -> Tensor:
+    """A contiguous tensor on the CPU; eight-bit numbers as bytes."""
+    if not isinstance(x, Tensor):
+        x = torch.from_numpy(np.ascontiguousarray(x).reshape(np.shape(x)))
+    on_cpu: Tensor = x.detach().cpu().contiguous()
+    return on_cpu.view(torch.uint8) if on_cpu.element_size() == 1 else on_cpu
+
+
+def _bits(x: Tensor) -> Tensor:
+    if x.is_floating_point():
+        x = torch.where(x.isnan(), torch.nan, x)
+    return x.contiguous().view(_INTEGERS[x.element_size()])
 
 
 def _kind(x: Tensor) -> str:
@@ -172,37 +244,8 @@ def _shown(x: Tensor) -> str:
     return f"{value}(0x{bits:0{2 * size}x})"
 
 
-def merged(comparisons: Mapping[str, Facts]) -> Facts:
-    """Combine several comparisons: counts are added, first differences keep their part's name."""
-    facts: Facts = {
-        "holds": all(row["holds"] for row in comparisons.values()),
-        "checked": sum(row["checked"] for row in comparisons.values()),
-        "differing": sum(row["differing"] for row in comparisons.values()),
-    }
-    first = [
-        f"{name}: {line}" for name, row in comparisons.items() for line in row.get("first", [])
-    ]
-    return facts | ({"first": first[:_SHOWN]} if first else {})
-
-
-def agreement_db(result: Tensor, expected: Tensor) -> float:
-    """The signal-to-noise ratio of a result to the expected one in dB, within `EXACT_DB` of 0; the
-    lowest if one is not finite."""
-    reference = expected.double()
-    noise = float((result.double() - reference).square().sum())
-    if noise == 0:
-        return EXACT_DB
-    ratio = sqnr_db(float(reference.square().sum()), noise)
-    return -EXACT_DB if ratio is None else max(-EXACT_DB, min(EXACT_DB, round(ratio, 2)))
-
-
-def as_tensor(array: Any) -> Tensor:
-    """A NumPy array or number as a contiguous tensor of its shape."""
-    return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
-
-
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
-    """The plan that runs `recipe` on `backend`. Skips the check if another recipe or backend would
+    """The plan that runs `recipe` on `backend`. Skips the row if another recipe or backend would
     run."""
     plan = resolve(recipe, context.hardware, backend)
     if plan.backend != backend or plan.recipe.quantizers != recipe.quantizers:
@@ -210,12 +253,15 @@ def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
     return plan
 
 
-def backend_for(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> Backend:
-    """The backend of layers of these shapes. Skips the check if one would not be in FP8."""
-    plan = plan.for_layers(shapes)
-    unserved = [layer.sentence for layer in plan.layers if plan.is_fp8 and not layer.fp8]
-    if unserved:
-        raise Skipped("; ".join(unserved))
+def backend_for(plan: Plan, shapes: Mapping[str, tuple[int, int]], groups: int = 0) -> Backend:
+    """The backend of layers of these shapes, grouped ones if there are `groups`. Skips the row if a
+    layer would not be in FP8, or would run on another backend."""
+    plan = plan.for_layers(shapes, grouped=dict.fromkeys(shapes, groups) if groups else {})
+    for layer in plan.layers:
+        if plan.is_fp8 and not layer.fp8:
+            raise Skipped(layer.sentence)
+        if plan.backend_of(layer) != plan.backend:
+            raise Skipped(layer.why)
     return build_backend(plan)
 
 

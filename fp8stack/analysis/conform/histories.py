@@ -1,30 +1,28 @@
-"""Checks delayed scaling step by step: every implementation of amax histories against plain Python.
+"""The rows of amax histories: windows and scales after every step against plain Python, alone and
+in each backend.
 
-The model's layers have separate inputs, so that the rounding of a GEMM does not affect another
-cast. TE's own history follows from its modules, recipe and update, without our code.
+The expected state follows from the operands alone: the amaxes of one step give the scales of the
+next, and a cast with those scales changes nothing that a later scale depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.analysis.conform import oracles
-from fp8stack.analysis.conform import te_casts as te
 from fp8stack.analysis.conform.check_inputs import LinearOperands, amaxes, spiky_steps
 from fp8stack.analysis.conform.checks import (
-    Check,
     Context,
-    Facts,
+    Results,
+    Row,
     backend_for,
     mark_weights_changed,
-    merged,
     plan_of,
-    same_bits,
 )
 from fp8stack.common.formats import AmaxAlgorithm, Quantizer
 from fp8stack.layers import Backend, fp8_state
@@ -32,130 +30,107 @@ from fp8stack.numerics import AmaxHistory
 from fp8stack.precision import load_recipe
 
 STEPS = 50
-# Windows that spikes leave, one that they never leave, and the shortest possible.
-LENGTHS = (1, 4, 16, 1024)
 ALGORITHMS: tuple[AmaxAlgorithm, ...] = get_args(AmaxAlgorithm)
 FORMATS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 SHAPES = {"layers.0": (64, 32), "layers.1": (32, 48), "layers.2": (128, 16)}
 ROWS = 32
 WINDOW = 6  # of the models' histories
-State = dict[str, Tensor]
 
 
-def histories(context: Context) -> Iterator[Check]:
-    """Check windows of amaxes and their scales after every step: ours, each backend's, and TE's."""
-    for way in ("eager",) if context.quick else ("eager", "compiled"):
-        yield Check(f"updates, {way}", partial(updates, context, way == "compiled"))
+State = Mapping[str, Tensor]
+Steps = tuple[Any, list[list[list[float]]]]
+"""The data of a history, and of each step the amaxes of all slots in each of its updates."""
+
+
+def histories(context: Context) -> Iterator[Row]:
+    """Updates with given amaxes, of a recipe's quantizers or of several kinds; and the state of a
+    model after each step."""
+    if context.recipe is not None:
+        rules = [q for table in context.recipe.tables for q in table.each.values() if q.delayed]
+        if rules:
+            yield _updates(context, list(dict.fromkeys(rules)))
+        return
+    kinds: tuple[tuple[int, AmaxAlgorithm, int], ...]
+    kinds = ((8, "max", 0), (3, "most_recent", 1), (1, "max", 0))
+    rules = [_delayed(format, *kind) for kind in kinds for format in ("e4m3", "e5m2")]
+    yield _updates(context, rules)
+    if not context.quick:
+        yield _updates(context, rules, compiled=True)
     for algorithm in ALGORITHMS:
-        for backend, compiled in (("emulate", 0), ("torch", 0), ("te", 0), ("torch", 1)):
-            if not (compiled and context.quick):
-                way = f"{backend}{', compiled' if compiled else ''}"
-                check = partial(our_history, context, backend, algorithm, bool(compiled))
-                yield Check(f"fp8_state of {way}, {algorithm}", check)
-    for length in LENGTHS:
-        for algorithm in ALGORITHMS:
-            for margin in (0, 1):
-                check = partial(te_history, context, length, algorithm, margin)
-                yield Check(f"TE's history of {length}, {algorithm}, margin {margin}", check)
+        for backend in ("emulate", "torch", "te"):
+            yield _model(context, backend, algorithm)
+        if not context.quick:
+            yield _model(context, "torch", algorithm, compiled=True)
 
 
-def _state(scale: float, window: Sequence[float], name: str) -> State:
-    """The entries of a slot in `fp8_state`."""
-    history = torch.tensor(window, dtype=torch.float32)
-    return {f"{name}.scale": torch.tensor(scale), f"{name}.amax_history": history}
+def _delayed(format: str, length: int, algorithm: AmaxAlgorithm, margin: int = 0) -> Quantizer:
+    rules: dict[str, Any] = {"history_length": length, "amax_algorithm": algorithm}
+    return Quantizer(format=format, amax="delayed", margin=margin, **rules)
 
 
-def _advance(history: AmaxHistory, recorded: Tensor) -> None:
-    for slot, amax in zip(history.slots, recorded.unbind(), strict=True):
-        history.record(slot, amax)
-    history.update()
-
-
-def updates(context: Context, compiled: bool) -> Facts:
-    """Check windows and scales of four slots after each of 40 updates."""
-    recorded, results = amaxes(context.seed)[: 40 * 4].view(40, 4), {}
-    formats = {"a": "e4m3", "b": "e5m2", "c": "e4m3", "d": "e5m2"}
-    for length, margin, algorithm in ((8, 0, "max"), (3, 1, "most_recent"), (1, 0, "max")):
-        kind: Any = {"history_length": length, "margin": margin, "amax_algorithm": algorithm}
-        quantizers = {
-            name: Quantizer(format=format, amax="delayed", **kind)
-            for name, format in formats.items()
-        }
-        for step, facts in follow_updates(context, quantizers, recorded, compiled).items():
-            results[f"{algorithm} of {length}, {step}"] = facts
-    return merged(results)
-
-
-def follow_updates(
-    context: Context,
+def _row(
+    name: str,
     quantizers: Mapping[str, Quantizer],
-    recorded: Tensor,
-    compiled: bool = False,
-) -> dict[str, Facts]:
-    """Compare the windows and scales of slots with these quantizers after each update, with the
-    amaxes of a row of `recorded`, float32 [updates, slots]."""
-    advance = context.compiled(_advance) if compiled else _advance
-    history, results = AmaxHistory(quantizers, device=context.device), {}
-    slots = {
-        name: oracles.DelayedSlot(q.format, q.history_length, q.margin, q.amax_algorithm)
-        for name, q in quantizers.items()
-    }
-    for step, amax in enumerate(recorded):
-        advance(history, amax.to(context.device))
-        for slot, value in zip(slots.values(), amax.tolist(), strict=True):
-            slot.record(value)
-            slot.update()
-        results[f"update {step}"] = _same(history.state_dict(), slots)
-    return results
+    run: Callable[[Any], Iterator[State]],
+    inputs: Callable[[], Steps],
+) -> Row:
+    """A row of the states that `run` yields after each step, by the names of `fp8_state`."""
 
+    def expected(case: Steps) -> Iterator[State]:
+        slots = {
+            name: oracles.DelayedSlot(q.format, q.history_length, q.margin, q.amax_algorithm)
+            for name, q in quantizers.items()
+        }
+        for updates in case[1]:
+            for update in updates:
+                for slot, amax in zip(slots.values(), update, strict=True):
+                    slot.record(amax)
+                    slot.update()
+            state: dict[str, Tensor] = {}
+            for slot_name, slot in slots.items():
+                state[f"{slot_name}.scale"] = torch.tensor(slot.scale)
+                state[f"{slot_name}.amax_history"] = torch.tensor(slot.window).float()
+            yield state
 
-def _same(actual: State, slots: dict[str, oracles.DelayedSlot]) -> Facts:
-    """Compare the scales and windows of `fp8_state` with those of slots."""
-    states = [_state(slot.scale, slot.window, name) for name, slot in slots.items()]
-    return same_bits({n: (actual[n], value) for state in states for n, value in state.items()})
+    def by_step(states: Iterator[State]) -> Results:
+        return {
+            f"step {n}: {k}": x.clone() for n, state in enumerate(states) for k, x in state.items()
+        }
 
-
-def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: int) -> Facts:
-    """TE's scales and amax histories after each step."""
-    context.need_te("delayed")
-    slots = {n: oracles.DelayedSlot(f, length, margin, algorithm) for n, f in FORMATS.items()}
-    steps = spiky_steps(STEPS, ROWS, 64, 32, context.seed)
-    states = te_states(context.device, steps, length, algorithm, margin)
-    results = {}
-    for step, (operands, state) in enumerate(zip(steps, states, strict=True)):
-        feed(slots, operands)
-        results[f"step {step}"] = _same(state, slots)
-    return merged(results)
-
-
-def te_states(
-    device: str, steps: list[LinearOperands], length: int, algorithm: AmaxAlgorithm, margin: int
-) -> Iterator[State]:
-    """The state of a TE linear after each step, with given operands, in the form of `fp8_state`."""
-    te.forget()
-    recipe = te.recipe(
-        "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
+    return Row(
+        "histories",
+        name,
+        lambda case: by_step(run(case[0])),
+        lambda case: by_step(expected(case)),
+        lambda: [("", inputs())],
     )
-    outputs, inputs = steps[0].w.shape
-    layer = te.module("Linear", (inputs, outputs), torch.bfloat16, device, bias=False)
-    for operands in steps:
-        x, w, dy = (operand.to(device) for operand in operands)
-        with torch.no_grad():
-            layer.get_parameter("weight").copy_(w)
-        te.run(layer, recipe, x, dy)
-        state: State = {}
-        for name, (scale, window) in te.scales_and_histories(layer).items():
-            operand = name.removeprefix("gemm1.")
-            state |= {f"{operand}.scale": scale, f"{operand}.amax_history": window}
-        yield state
-    te.forget()
 
 
-def feed(slots: dict[str, oracles.DelayedSlot], operands: LinearOperands) -> None:
-    """Give slots the amaxes of one step, and update them."""
-    for slot, operand in zip(slots.values(), operands, strict=True):
-        slot.record(float(oracles.amax(operand.float().numpy()).max()))
-        slot.update()
+def _amaxes(operands: Iterable[Tensor]) -> list[float]:
+    return [oracles.amax(x.float().numpy()).item() for x in operands]
+
+
+def _updates(context: Context, rules: Sequence[Quantizer], compiled: bool = False) -> Row:
+    """A slot of each quantizer, updated 40 times."""
+    quantizers = {f"slot {n}": quantizer for n, quantizer in enumerate(rules)}
+
+    def advance(history: AmaxHistory, recorded: Tensor) -> None:
+        for slot, amax in zip(history.slots, recorded.unbind(), strict=True):
+            history.record(slot, amax)
+        history.update()
+
+    def run(recorded: Tensor) -> Iterator[State]:
+        history = AmaxHistory(quantizers, device=context.device)
+        call = context.compiled(advance) if compiled else advance
+        for amax in recorded:
+            call(history, amax.to(context.device))
+            yield history.state_dict()
+
+    def inputs() -> Steps:
+        recorded = amaxes(context.seed)[: 40 * len(rules)].view(40, len(rules))
+        return recorded, [[update] for update in recorded.tolist()]
+
+    return _row(f"updates, {'compiled' if compiled else 'eager'}", quantizers, run, inputs)
 
 
 class Separate(nn.Module):
@@ -172,53 +147,50 @@ class Separate(nn.Module):
         return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
 
 
-def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compiled: bool) -> Facts:
+def _model(context: Context, backend: str, algorithm: AmaxAlgorithm, compiled: bool = False) -> Row:
     """`fp8_state` after each step of a model. Some steps have two micro-batches, some an
     evaluation."""
     recipe = load_recipe("delayed", {"history_length": WINDOW, "amax_algorithm": algorithm})
-    model = Separate(backend_for(plan_of(recipe, context, backend), SHAPES)).to(context.device)
-    called = context.compiled(model) if compiled else model
-    slots = {
-        name: {
-            o: oracles.DelayedSlot(format, WINDOW, 0, algorithm) for o, format in FORMATS.items()
-        }
-        for name in SHAPES
+    quantizers = {
+        f"{layer}.{operand}": _delayed(format, WINDOW, algorithm)
+        for layer, (operand, format) in product(SHAPES, FORMATS.items())
     }
-    named = {
-        f"{name}.{o}": slot
-        for name, operand_slots in slots.items()
-        for o, slot in operand_slots.items()
-    }
-    count = 26 if context.quick else STEPS  # each kind of step occurs once
-    series = [
-        spiky_steps(count, ROWS, *shape, seed=100 * context.seed + 10 * number)
-        for number, shape in enumerate(SHAPES.values())
-    ]
-    results = {}
-    for step, layers in enumerate(zip(*series, strict=True)):
-        with torch.no_grad():
-            for layer, operands in zip(model.layers, layers, strict=True):
-                layer.get_parameter("weight").copy_(operands.w)
-        mark_weights_changed(model)
-        batches = [layers]
-        if step % 7 == 3:  # other data, and the same weight, which is cast once
-            cast = torch.zeros(1)
-            batches.append(tuple(LinearOperands(x * 3, cast, dy * 0.5) for x, _, dy in layers))
-        for batch in batches:
-            _pass(called, batch, context.device)
-            for name, operands in zip(SHAPES, batch, strict=True):
-                feed(slots[name], operands)
-        if step % 10 == 5 and not compiled:
-            model.eval()
+
+    def inputs() -> Steps:
+        model = Separate(backend_for(plan_of(recipe, context, backend), SHAPES))
+        count = 26 if context.quick else STEPS  # each kind of step occurs once
+        series = [
+            spiky_steps(count, ROWS, *shape, seed=100 * context.seed + 10 * number)
+            for number, shape in enumerate(SHAPES.values())
+        ]
+        steps = [[list(operands)] for operands in zip(*series, strict=True)]
+        for batches in steps[3::7]:  # other data, and the same weight, which is cast once
+            no_weight = torch.zeros(1)
+            batches.append([LinearOperands(x * 3, no_weight, dy * 0.5) for x, _, dy in batches[0]])
+        recorded = [
+            [_amaxes(x for operands in batch for x in operands) for batch in batches]
+            for batches in steps
+        ]
+        return (model.to(context.device), steps), recorded
+
+    def run(case: tuple[Separate, list[list[list[LinearOperands]]]]) -> Iterator[State]:
+        model, steps = case
+        called = context.compiled(model) if compiled else model
+        for step, batches in enumerate(steps):
             with torch.no_grad():
-                model([operands.x.to(context.device) * 100 for operands in layers])
-            model.train()
-        results[f"step {step}"] = _same(fp8_state(model), named)
-    return merged(results)
+                for layer, operands in zip(model.layers, batches[0], strict=True):
+                    layer.get_parameter("weight").copy_(operands.w)
+            mark_weights_changed(model)
+            for batch in batches:
+                outputs = called([o.x.to(context.device).requires_grad_() for o in batch])
+                grads = [o.dy.to(y) for o, y in zip(batch, outputs, strict=True)]
+                torch.autograd.backward(outputs, grads)
+            if step % 10 == 5 and not compiled:
+                model.eval()
+                with torch.no_grad():
+                    model([operands.x.to(context.device) * 100 for operands in batches[0]])
+                model.train()
+            yield fp8_state(model)
 
-
-def _pass(model: Callable[..., Any], layers: Any, device: str) -> None:
-    inputs = [operands.x.to(device).detach().requires_grad_() for operands in layers]
-    outputs = model(inputs)
-    grads = [operands.dy.to(device, y.dtype) for operands, y in zip(layers, outputs, strict=True)]
-    torch.autograd.backward(outputs, grads)
+    name = f"fp8_state of {backend}{', compiled' * compiled}, {algorithm}"
+    return _row(name, quantizers, run, inputs)

@@ -148,6 +148,7 @@ class QuantizedMatrix(NamedTuple):
         stored: the scales as stored, one per block: E8M0 codes, or float32.
         values: what a GEMM multiplies: float32, including the scales of blocks.
         factor: the factor of the GEMM's output: float32, broadcasts to `values`.
+        amax: the amax of the matrix: float32, 0-dim.
         into: the factor of each element before the cast: float32.
         out: the factor of each code's value, likewise; with two levels of scales, the lower one.
     """
@@ -156,6 +157,7 @@ class QuantizedMatrix(NamedTuple):
     stored: Array
     values: Array
     factor: Array
+    amax: Array
     into: Array
     out: Array
 
@@ -217,7 +219,9 @@ def quantize(
             factor = out[:, 0, :, 0]
         else:
             values = values * spread
-    return QuantizedMatrix(codes, stored[:, 0, :, 0], values, factor, into, spread)
+    return QuantizedMatrix(
+        codes, stored[:, 0, :, 0], values, factor, amax(x).reshape(()), into, spread
+    )
 
 
 def _block(quantizer: Quantizer, shape: tuple[int, ...], dim: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Runs the checks by group, and reports the results as text and JSON."""
+"""The table: all rows by group. Runs them, and reports the results as text and JSON."""
 
 from __future__ import annotations
 
@@ -11,62 +11,47 @@ from typing import Any
 
 from fp8stack.analysis.benchmark.timing import machine
 from fp8stack.analysis.conform.attention_bounds import attention
-from fp8stack.analysis.conform.casts import casts, scales
-from fp8stack.analysis.conform.checks import Check, Context, Facts, brief, broken, run_check
-from fp8stack.analysis.conform.gemms import gemms
+from fp8stack.analysis.conform.casts import casts, layouts, quantizers
+from fp8stack.analysis.conform.checks import Context, Facts, Row
+from fp8stack.analysis.conform.gemms import gemms, groups
 from fp8stack.analysis.conform.golden import golden
-from fp8stack.analysis.conform.grouped_linears import grouped_linears
 from fp8stack.analysis.conform.histories import histories
-from fp8stack.analysis.conform.quantizers import quantizers
-from fp8stack.analysis.conform.recipe_checks import (
-    gemms_of_recipe,
-    histories_of_recipe,
-    quantizers_of_recipe,
-    random_rounding,
-)
-from fp8stack.analysis.conform.scale_layouts import layouts
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import write_atomically
 from fp8stack.common.tables import aligned
 from fp8stack.numerics import fused
 from fp8stack.precision import Recipe, load_recipe
 
-GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
+GROUPS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "casts": casts,
-    "scales": scales,
     "quantizers": quantizers,
     "layouts": layouts,
     "histories": histories,
     "gemms": gemms,
-    "groups": grouped_linears,
+    "groups": groups,
     "attention": attention,
     "golden": golden,
 }
-GROUPS_OF_RECIPE: dict[str, Callable[[Context], Iterator[Check]]] = {
-    "quantizers": quantizers_of_recipe,
-    "rounding": random_rounding,
-    "histories": histories_of_recipe,
-    "gemms": gemms_of_recipe,
-}
-"""The checks of what `Context.recipe` uses."""
+GROUPS_OF_RECIPE = ("quantizers", "histories", "gemms")
+"""The groups with rows of what `Context.recipe` uses."""
 VERDICTS = ("pass", "FAIL", "skipped")
 
 
-def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]:
-    """The checks and their groups. `only` selects those whose "group: name" contains it, or matches
-    it as a pattern with * and ?.
+def rows(context: Context, only: str | None = None) -> list[Row]:
+    """The rows of the table. `only` selects those whose "group: name" contains it, or matches it as
+    a pattern with * and ?.
 
     Raises:
-        UserError: no check matches.
+        UserError: no row matches.
     """
-    groups = GROUPS if context.recipe is None else GROUPS_OF_RECIPE
-    every = [(name, check) for name, group in groups.items() for check in group(context)]
+    names = tuple(GROUPS) if context.recipe is None else GROUPS_OF_RECIPE
+    every = [row for name in names for row in GROUPS[name](context)]
     if only is None:
         return every
     pattern = only if any(char in only for char in "*?[") else f"*{only}*"
-    chosen = [named for named in every if fnmatchcase(f"{named[0]}: {named[1]}", pattern)]
+    chosen = [row for row in every if fnmatchcase(str(row), pattern)]
     if not chosen:
-        raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(groups)}.")
+        raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(names)}.")
     return chosen
 
 
@@ -87,42 +72,39 @@ def run(
     tell: Callable[[str], object] = len,
     file: Path | None = None,
 ) -> Facts:
-    """Run the checks.
+    """Run the table.
 
     Args:
         context: where and how to run.
-        only: see `checks`.
-        tell: called with the name of each check before it runs.
-        file: the file for the report, written after each check, so that a run that is cut off
+        only: see `rows`.
+        tell: called with the name of each row before it runs.
+        file: the file for the report, written after each row, so that a run that is cut off
             leaves what it has found.
 
     Returns:
         The report as JSON data: `machine`, the `recipe` if it was chosen, `quick`, `seed`,
             `checks`, their number, `rows`, `counts` by verdict, and `holds`, whether all ran and
-            none failed. A row has `group`, `check`, `verdict`, `seconds`, `why` if it did not pass,
-            and the check's facts.
+            none failed. For a row of them see `Row.run`.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    chosen, rows = checks(context, only), []
+    chosen, results = rows(context, only), []
     about = {
         "machine": facts(context),
         "recipe": None if context.recipe is None else context.recipe.name,
         "quick": context.quick,
         "seed": context.seed,
     }
-    for group, check in chosen:
-        tell(f"{group}: {check}")
-        result = run_check(check)
-        verdict = "skipped" if "skipped" in result else "FAIL" if broken(result) else "pass"
-        rows.append({"group": group, "verdict": verdict, "why": brief(result), **result})
-        counts = Counter(row["verdict"] for row in rows)
+    for row in chosen:
+        tell(str(row))
+        results.append(row.run())
+        counts = Counter(result["verdict"] for result in results)
         report = about | {
             "checks": len(chosen),
             "counts": {verdict: counts[verdict] for verdict in VERDICTS},
-            "holds": not counts["FAIL"] and len(rows) == len(chosen),
-            "rows": rows,
+            "holds": not counts["FAIL"] and len(results) == len(chosen),
+            "rows": results,
         }
         if file is not None:
             content = json.dumps(report, indent=1, allow_nan=False) + "\n"
@@ -171,16 +153,16 @@ def as_text(report: Facts) -> list[str]:
         f"{k} {v}" for k, v in report["machine"].items() if k not in ("machine", "slug")
     )
     lines = [f"machine: {report['machine']['machine']}", versions, ""]
-    rows, skipped, failed = [("group", "check", "verdict", "s")], Counter[str](), []
+    table, skipped, failed = [("group", "check", "verdict", "s")], Counter[str](), []
     for row in report["rows"]:
         group, check, verdict, reason = (row[key] for key in ("group", "check", "verdict", "why"))
         if verdict == "skipped":
             skipped[reason] += 1
             continue
-        rows.append((group, check, verdict, f"{row['seconds']:.2f}"))
+        table.append((group, check, verdict, f"{row['seconds']:.2f}"))
         if verdict == "FAIL":
             failed.append(f"FAIL {group}: {check}: {reason}")
-    lines += [*aligned(rows), ""]
+    lines += [*aligned(table), ""]
     lines += [*(f"skipped {count}: {reason}" for reason, count in skipped.items()), *failed]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in report["counts"].items())
     seconds = sum(row["seconds"] for row in report["rows"])

@@ -1,4 +1,4 @@
-"""Transformer Engine 2.20 without our backend, for comparison with a GPU's results.
+"""Transformer Engine 2.20's quantizers without our backend.
 
 Written for the source of TE 2.20.2. Results have fp8stack's layouts: padding is trimmed, columnwise
 data is transposed back. Each function needs an importable TE.
@@ -6,15 +6,12 @@ data is transposed back. Each function needs an importable TE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8stack.common.formats import Quantizer
-
-MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
 class TeQuantized(NamedTuple):
@@ -101,74 +98,3 @@ def serves(scaling: str) -> str:
     asks["nvfp4"] = te.is_nvfp4_available
     able, reason = asks.get(scaling, te.is_fp8_available)(return_reason=True)
     return "" if able else str(reason)
-
-
-def recipe(scaling: str, **options: Any) -> Any:
-    """TE's own recipe with TE's defaults, except for `options`."""
-    from transformer_engine.common import recipe as recipes
-
-    if scaling == "delayed":
-        return recipes.DelayedScaling(reduce_amax=False, **options)
-    classes = {
-        "current": recipes.Float8CurrentScaling,
-        "block": recipes.Float8BlockScaling,
-        "mxfp8": recipes.MXFP8BlockScaling,
-    }
-    return classes[scaling](**options)
-
-
-def module(
-    kind: str, sizes: tuple[int, int], dtype: torch.dtype, device: str, **options: Any
-) -> Any:
-    """A TE module by its class's name; `sizes` are in and out, or width and hidden width."""
-    import transformer_engine.pytorch as te
-
-    assert kind in MODULES, kind
-    return getattr(te, kind)(*sizes, params_dtype=dtype, device=device, **options)
-
-
-def run(
-    layer: nn.Module, recipe: Any, x: Tensor, dy: Tensor, first: bool | None = None
-) -> dict[str, Tensor]:
-    """Output and gradients of one forward and backward pass: y, dx, and `d <parameter>`."""
-    import transformer_engine.pytorch as te
-
-    x = x.detach().clone().requires_grad_()
-    for parameter in layer.parameters():
-        parameter.grad = None
-    with te.autocast(enabled=True, recipe=recipe):
-        y = layer(x, is_first_microbatch=first)
-    y.backward(dy)
-    assert x.grad is not None
-    results = {"y": y.detach(), "dx": x.grad}
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        results[f"d {name}"] = parameter.grad
-    return results
-
-
-def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """The scale [] and amax history [length] of each operand of a module in delayed scaling."""
-    from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
-
-    meta: Mapping[str, Any] = layer.fp8_meta  # type: ignore[assignment]
-    forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
-    by_operand = {}
-    for gemm in range(1, meta["num_gemms"] + 1):
-        places = {
-            "input": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
-            "weight": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_WEIGHT")),
-            "grad_output": (backward, getattr(FP8BwdTensorIdx, f"GRAD_OUTPUT{gemm}")),
-        }
-        for operand, (state, index) in places.items():
-            name = f"gemm{gemm}.{operand}"
-            by_operand[name] = (state.scale[index].clone(), state.amax_history[:, index].clone())
-    return by_operand
-
-
-def forget() -> None:
-    """Clear TE's global state: recipes that differ only in the amax algorithm share buffers,
-    because TE's key for them omits it."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()

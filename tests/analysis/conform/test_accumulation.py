@@ -11,7 +11,7 @@ import torch
 from fp8stack.analysis.conform import gemms, oracles
 from fp8stack.analysis.conform.accumulation import accumulation_error
 from fp8stack.analysis.conform.checks import Context, Facts
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, load_recipe
 
 SIZE, K = 8, 1024
 CPU = Context(Hardware("cpu", name="a CPU"), seed=3)
@@ -46,17 +46,17 @@ def by_tensor_cores(
     return result
 
 
-def operands(kind: str, format: str = "e4m3") -> list[np.ndarray]:
+def matrices(kind: str, format: str = "e4m3") -> list[np.ndarray]:
     """Two matrices of FP8 values: "positive" ones of a few binades, "signed" ones, or "wide" ones,
     whose magnitudes differ by the format's whole range."""
     generator = np.random.default_rng(4)
-    matrices = []
+    operands = []
     for name in (format, "e4m3"):
         grid = oracles.grid(name)
         first, last = (0, len(grid)) if kind == "wide" else np.searchsorted(grid, (0.125, 4.0))
         x = grid[generator.integers(first, last, (SIZE, K))]
-        matrices.append(x if kind == "positive" else x * generator.choice([-1.0, 1.0], x.shape))
-    return matrices
+        operands.append(x if kind == "positive" else x * generator.choice([-1.0, 1.0], x.shape))
+    return operands
 
 
 @pytest.mark.parametrize("steps", [None, 4], ids=["fast", "slow"])
@@ -66,7 +66,7 @@ def operands(kind: str, format: str = "e4m3") -> list[np.ndarray]:
 def test_tensor_cores_lose_no_more_than_the_bound(
     kind: str, format: str, splits: int, steps: int | None
 ) -> None:
-    a, b = operands(kind, format)
+    a, b = matrices(kind, format)
     lost = np.abs(by_tensor_cores(a, b, steps, splits=splits) - a @ b.T)
     assert lost.max() > 0
     tensors = torch.from_numpy(a), torch.from_numpy(b)
@@ -79,7 +79,7 @@ def test_tensor_cores_lose_no_more_than_the_bound(
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_long_sums_of_positive_products_come_near_the_bound(format: str) -> None:
-    a, b = operands("positive", format)
+    a, b = matrices("positive", format)
     lost = np.abs(by_tensor_cores(a, b) - a @ b.T)
     bound = accumulation_error(torch.from_numpy(a), torch.from_numpy(b), exact=True).numpy()
     assert (lost / bound).min() > 0.4
@@ -87,38 +87,38 @@ def test_long_sums_of_positive_products_come_near_the_bound(format: str) -> None
     assert (lost > 2.0**-13 * K / 32 * (a @ b.T)).all()
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, fast: bool, **fault: Any) -> Facts:
-    """The verdict on products of a model of tensor cores with a `fault`."""
+def checked(monkeypatch: pytest.MonkeyPatch, operands: str, **fault: Any) -> Facts:
+    """The verdict on linears of which a model of tensor cores with a `fault` multiplies the
+    operands."""
     bits, lost_columns = fault.get("bits", 13), fault.get("lost_columns", 0)
 
-    def product(a: Any, b: Any, dtype: torch.dtype, *, fast_accumulation: bool) -> torch.Tensor:
-        values = [
-            oracles.decode(x.data.view(torch.uint8).numpy(), "e4m3") * x.inv_scale.numpy()
-            for x in (a, b)
-        ]
-        a_values, b_values = (x[:, : x.shape[1] - lost_columns].astype(np.float64) for x in values)
-        steps = None if fast_accumulation else 4
-        y = by_tensor_cores(a_values, b_values, steps, bits=bits) * fault.get("factor", 1.0)
-        return torch.from_numpy(y).to(dtype)
+    def product(
+        a: Any, b: Any, *, use_fast_accum: bool, scale_a: Any, scale_b: Any, **options: Any
+    ) -> torch.Tensor:
+        values = [x.double().numpy() for x in (a, b.t())]
+        a_values, b_values = (x[:, : x.shape[1] - lost_columns] for x in values)
+        steps = None if use_fast_accum else 4
+        y = torch.from_numpy(by_tensor_cores(a_values, b_values, steps, bits=bits))
+        y = y * fault.get("factor", 1.0) * (scale_a * scale_b)
+        assert options.pop("bias") is None
+        return y.to(options.pop("out_dtype"))
 
-    monkeypatch.setattr(gemms, "scaled_gemm", product)
-    monkeypatch.setattr(
-        gemms,
-        "_core_error",
-        lambda context, a, b, fast, powers: accumulation_error(
-            a, b, None if fast else 4, exact=powers
-        ),
-    )
-    quick = Context(CPU.hardware, quick=True, seed=CPU.seed)
-    return gemms.long_rows(quick, "current", "e4m3", fast)
+    def core_error(context: Context, a: Any, b: Any, fast: bool, powers: bool) -> torch.Tensor:
+        return accumulation_error(a, b, None if fast else 4, exact=powers)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(gemms, "_core_error", core_error)
+    shape = gemms.Shape(64, 1024, 64, False, operands=operands)  # type: ignore[arg-type]
+    return gemms.linear(CPU, load_recipe("current"), "torch", shape).compare()
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+@pytest.mark.parametrize("operands", ["wide", "positive", "ones"])
 def test_products_of_tensor_cores_hold_and_broken_ones_do_not(
-    fast: bool, monkeypatch: pytest.MonkeyPatch
+    operands: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert checked(monkeypatch, fast)["holds"]
+    assert checked(monkeypatch, operands)["holds"]
     faults: list[dict[str, Any]] = [{"lost_columns": 32}, {"factor": 1.01}, {"bits": 8}]
     for fault in faults:
-        with monkeypatch.context() as patch:
-            assert not checked(patch, fast, **fault)["holds"], fault
+        if operands != "wide" or "factor" in fault:
+            with monkeypatch.context() as patch:
+                assert not checked(patch, operands, **fault)["holds"], fault

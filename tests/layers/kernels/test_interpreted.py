@@ -10,15 +10,14 @@ from tests.support.triton_code import interpreted
 pytest.importorskip("triton")
 
 WORK = (
+    "tests.analysis.conform.conform_faults:interpreted_rows",
     "tests.layers.kernels.test_variants:interpreted_differences",
     "tests.layers.kernels.test_fused_casts:interpreted_differences",
-    "tests.layers.kernels.test_nvfp4:interpreted_differences",
-    "tests.layers.kernels.test_weight_casts:few_differences",
+    "tests.layers.kernels.test_weight_casts:interpreted_differences",
 )
 ALL = (
-    "tests.analysis.conform.test_checks:interpreted_weights",
-    "tests.analysis.conform.test_checks:interpreted_copies",
-    "tests.layers.kernels.test_weight_casts:differences",
+    "tests.analysis.conform.conform_faults:long_interpreted_rows",
+    "tests.analysis.conform.conform_faults:interpreted_faults",
     "tests.layers.test_batched_casts:interpreted_differences",
 )
 

@@ -1,8 +1,7 @@
-"""The copies of many weights: their kernel in Triton's interpreter against numpy, and its code."""
+"""The copies of many weights: shared scales, float64, and the code of their kernel."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -12,17 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from fp8stack.analysis.conform.oracles import QuantizedMatrix, amax, quantize
-from fp8stack.analysis.conform.quantizers import compare_copies, gemm_operand, quantized
+from fp8stack.analysis.conform.casts import as_operands, quantized
+from fp8stack.analysis.conform.checks import equal
+from fp8stack.analysis.conform.oracles import quantize
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import weight_casts as weights
-from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.kernels.weight_casts import BatchedCast
-from tests.layers.kernels.test_variants import SCALES, inputs
 from tests.support.cases import case
-from tests.support.oracles import to_numpy
 from tests.support.sass import unwritten_registers
 from tests.support.triton_code import code_of
 
@@ -30,116 +26,45 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 FLOATS = (torch.float32, torch.bfloat16)
-FORMATS: tuple[Any, ...] = ("e4m3", "e5m2")
-CURRENT: list[dict[str, Any]] = [{}, {"scale": "power_of_two"}, {"eps": 1e3}]
-BLOCKS: list[dict[str, Any]] = [{"scale": "power_of_two"}, {}]
 MX: dict[str, Any] = {"block": (1, 32), "scale": "e8m0"}
-ROUNDINGS: tuple[Any, ...] = ("rceil", "even", "floor")
 
 
-def matrices(dtype: torch.dtype, every: bool = False) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """The non-empty inputs of `test_variants` in a dtype, with the scales to try."""
-    selected = [
-        (x, tried) for _, x, tried in inputs(few=not every) if x.dtype == dtype and x.numel()
-    ]
-    if dtype == torch.bfloat16:  # see test_kernels
-        least = torch.finfo(dtype).smallest_normal
-        selected = [(x.where(x.abs() >= least, 0.0), tried) for x, tried in selected]
-    return selected
-
-
-def aligned() -> list[Tensor]:
-    """Matrices of a model's sizes, with magnitudes far apart."""
+def interpreted_differences(device: str = "cpu") -> list[str]:
+    """What differs from numpy of weights that share scales in any order, and of float64 weights,
+    which are rounded to float32 first. Other bytes are rows of `fp8stack conform`."""
     generator = torch.Generator().manual_seed(1)
-    normals = [torch.randn(size, generator=generator) for size in ((128, 128), (384, 256))]
-    return [x * 10.0 ** torch.linspace(-30, 30, len(x))[:, None] for x in normals]
-
-
-def differences(device: str = "cpu", every: bool = True) -> list[str]:
-    """The cases in which copies differ from numpy; `every` dtype in all formats, or in one each."""
-    wrong: list[str] = []
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for place, (dtype, name) in enumerate(itertools.product(dtypes, FORMATS)):
-        if every or place in (0, 3, 4):
-            wrong += differences_with_given_scales(matrices(dtype, every), name, device)
-    wrong += differences_with_given_scales([(x, (1, 2)) for x in aligned()], "e4m3", device)
-    singles = [x for x, _ in matrices(torch.float32)]
-    halves = [x for x, _ in matrices(torch.float16)]
-    small = singles if every else [x for x in singles if x.numel() < 2**15]
-    rules = [
-        (tensors, Quantizer(**options))
-        for options, tensors in zip(CURRENT, (singles, small, small), strict=True)
-    ]
-    rules.append((halves, Quantizer(format="e5m2")))
-    rules += [
-        (tensors, Quantizer(block=(128, 128), **options))
-        for options, tensors in zip(BLOCKS, (singles, halves), strict=True)
-    ]
-    rules += [(aligned(), Quantizer()), (aligned(), Quantizer(block=(128, 128)))]
-    # Values between two float32 values: the nearer float32 value is cast.
-    rules.append(([x.double() * (1 + 2.0**-26) for x in aligned()], Quantizer()))
-    rules += [
-        (tensors, Quantizer(**MX, scale_rounding=rounding))
-        for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True)
-    ]
-    for tensors, quantizer in rules:
-        wrong += differences_with_computed_scales(tensors, quantizer, device)
+    sizes = ((128, 128), (129, 65), (1, 200), (7, 5), (384, 256))
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
+    tensors = [x * 10.0 ** torch.linspace(-30, 30, len(x))[:, None] for x in tensors]
+    scales, places = torch.tensor([1.0, 3.7, 2.0**-20, math.inf]), [2, 0, 2, 3, 1]
+    amaxes, quantizer = torch.tensor([0.0, 0.0, math.inf, 1e9]), Quantizer(format="e5m2")
+    weights = BatchedCast([x.to(device) for x in tensors], quantizer, places)
+    recorded = amaxes.to(device)
+    weights.cast(scales.to(device), recorded)
+    actual: dict[str, Any] = {"amaxes": recorded}
+    expected: dict[str, Any] = {}
+    for n, (x, place) in enumerate(zip(tensors, places, strict=True)):
+        amaxes[place] = max(amaxes[place], x.abs().max())
+        copies = [quantize(x.numpy(), quantizer, d, scale=float(scales[place])) for d in (1, 0)]
+        _add(n, weights.copies[n], copies, quantizer, actual, expected)
+    doubles = [x.double() * (1 + 2.0**-26) for x in tensors]  # between two float32 values
+    for rules in (Quantizer(), Quantizer(block=(128, 128), scale="power_of_two"), Quantizer(**MX)):
+        weights = BatchedCast([x.to(device) for x in doubles], rules)
+        weights.cast()
+        for n, x in enumerate(doubles):
+            copies = [quantized(x.float(), rules, dim) for dim in (1, 0)]
+            _add(f"{rules} {n}", weights.copies[n], copies, rules, actual, expected)
+    wrong: list[str] = equal(actual, expected | {"amaxes": amaxes}).get("first", [])
     return wrong
 
 
-def differences_with_given_scales(
-    matrices_and_places: list[tuple[Tensor, tuple[int, ...]]], name: Any, device: str
-) -> list[str]:
-    """The cases in which bytes, transposes, inverse scales or amaxes differ from numpy. Scales come
-    in any order, and several matrices share a scale."""
-    cases = [(x, place) for x, tried in matrices_and_places for place in reversed(tried)]
-    weights_on_device = [x.to(device) for x, _ in cases]
-    quantizer = Quantizer(format=name)
-    batched_cast = BatchedCast(weights_on_device, quantizer, [place for _, place in cases])
-    scales, memory = torch.tensor(SCALES, device=device), torch.zeros(len(SCALES), 4, device=device)
-    memory[2, 0] = math.inf
-    before, wrong = memory.clone(), []
-    if matrices_and_places[0][0].dtype == torch.bfloat16:  # recording is the same in every dtype
-        batched_cast.cast(scales)
-        wrong = [] if torch.equal(memory, before) else ["amaxes that were not wanted"]
-    batched_cast.cast(scales, memory[:, 0])
-    largest = before[:, 0].cpu().numpy()
-    for (x, place), copies in zip(cases, batched_cast.copies, strict=True):
-        values = to_numpy(x)
-        largest[place] = max(largest[place], amax(values).item())
-        references = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
-        case_name = f"{x.shape} {x.dtype} {name} {place}"
-        wrong += compared(case_name, copies, references, quantizer)
-    before[:, 0] = torch.tensor(largest)
-    return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
-
-
-def differences_with_computed_scales(
-    tensors: list[Tensor], quantizer: Quantizer, device: str
-) -> list[str]:
-    batched_cast, wrong = BatchedCast([x.to(device) for x in tensors], quantizer), []
-    batched_cast.cast()
-    batched_cast.cast()  # again: no amax of the first call is left
-    for x, copies in zip(tensors, batched_cast.copies, strict=True):
-        references = [quantized(x, quantizer, dim) for dim in (1, 0)]
-        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, references, quantizer)
-    return wrong
-
-
-def compared(
-    case_name: str,
-    copies: tuple[Scaled, Scaled],
-    references: list[QuantizedMatrix],
-    quantizer: Quantizer,
-) -> list[str]:
-    """The differences of a weight's copies from the references."""
-    facts = compare_copies([copy[:2] for copy in copies], references, quantizer, gemm_operand)
-    wrong = [f"{case_name}: {line}" for line in facts.get("first", [])]
-    return wrong + [f"{case_name}: layout" for copy in copies if not copy.data.is_contiguous()]
-
-
-def few_differences() -> list[str]:
-    return differences(every=False)
+def _add(
+    name: Any, copies: Any, references: Any, quantizer: Quantizer, actual: Any, expected: Any
+) -> None:
+    for way, copy in zip(("rowwise", "columnwise"), copies, strict=True):
+        assert copy.data.is_contiguous()
+        actual |= {f"{name} {way}": copy.data, f"{name} {way} scales": copy.inv_scale.reshape(-1)}
+    expected |= {f"{name} {k}": x for k, x in as_operands(references, quantizer).items()}
 
 
 @pytest.fixture
