@@ -56,6 +56,7 @@ TASKS = (
     micro("casts,elementwise", 150),
     micro("tiles", 120),
     steps(2, "--batch 16 --profile", 180),
+    steps(2, "--batch 16 --no-graphs", 120),
     steps(2, f"{LLAMA} --layers 2 --profile", 150),
     steps(2, f"{LLAMA} --layers 4", 150),
     steps(2, "--batch 32", 180),

@@ -24,11 +24,19 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fp8stack.analysis.conform.check_inputs import DTYPES, NVFP4, amaxes, ties
+from fp8stack.analysis.conform.check_inputs import DTYPES, NVFP4, amaxes
 from fp8stack.common.formats import Quantizer
 
 Tensors = dict[str, Tensor]
 Made = Iterator[tuple[str, dict[str, Any], Tensors]]
+
+
+def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Values halfway between codes of every format: small multiples of 2^-8, whose sums are
+    exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-64, 64, (rows, columns), generator=generator)
+    return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
 
 
 def matrix(kind: str, dtype: str, seed: int = 1) -> Tensor:

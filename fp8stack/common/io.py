@@ -368,9 +368,6 @@ def claimed(folder: Path, busy: str) -> Iterator[None]:
     if another process holds the lock, a StorageError if the folder cannot be created."""
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:  # Windows, where a folder cannot be opened
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not lock(descriptor):

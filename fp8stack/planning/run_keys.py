@@ -205,6 +205,9 @@ class RunKeys(_Fields):
     """torch.compile: the first step takes about a minute, others less time. Default on GPUs."""
     compile_mode: Annotated[Literal["default", "max-autotune-no-cudagraphs"], RESUME] = "default"
     """compile: the mode of torch.compile; only modes without CUDA graphs."""
+    cuda_graphs: Annotated[bool, RESUME] = True
+    """compile, one GPU of NVIDIA: record forward and backward passes as CUDA graphs and replay
+    them, where possible."""
     check_memory: Annotated[bool, RESUME] = True
     """Refuse a run whose estimated memory exceeds the free memory."""
     profile: Annotated[bool, _logs("Profile one step after warm-up."), RESUME] = False

@@ -66,6 +66,7 @@ class RunFolder:
         self._own = [self.plan, self.tokenizer, self.telemetry, debug, self.plot, self.sample]
         self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
+        self._made: list[Path] = []  # folders that this process created
 
     @property
     def holds_run(self) -> bool:
@@ -190,6 +191,7 @@ class RunFolder:
         created."""
         self.require_own_files()
         with storage_errors(self.path):
+            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a")
         # Another process may hold the lock for a moment, to see whether a process trains here.
@@ -203,10 +205,16 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """If an error occurs within, release the lock."""
+        """If an error occurs within, release the lock, and remove the folder if it was created for
+        nothing."""
         try:
             yield
         except BaseException:
+            if self._made and self.is_vacant:
+                with suppress(OSError):  # not empty
+                    (self.path / LOCK).unlink()
+                    for folder in (self.checkpoints, *self._made):
+                        folder.rmdir()
             self.release()
             raise
 

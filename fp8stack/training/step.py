@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8stack.training.checkpoint.state import random_state, restore_random_state
 from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.graphs import GraphedPasses, obstacle
 from fp8stack.training.guard.monitor import Monitor
 from fp8stack.training.metrics.expert_load import ExpertLoad, load_in
 from fp8stack.training.optim.chained import optimizers_in
@@ -29,6 +30,7 @@ class Step:
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self._load: ExpertLoad | None = None  # once it is computed
+        self._graphs: GraphedPasses | None = None  # of the model that trains
         # The order in which torch sums the norm; all models of a run share the parameters.
         self._order = list(run.model.parameters())
 
@@ -89,15 +91,24 @@ class Step:
         """Run the forward and backward pass of a step's micro-batch `number`, counted from 0.
         Returns its loss. Gradients are of the mean loss over all micro-batches, times the loss
         scale."""
+        run, is_first = self.run, number == 0
+        samples = run.telemetry.sees_operands and run.telemetry.due(step, 1, self.config.steps)
+        if samples:
+            with run.telemetry.sampling(run.model) if is_first else nullcontext():
+                return self._run_pass(part_BT)
+        if obstacle(run):
+            return self._run_pass(part_BT)
+        if self._graphs is None or self._graphs.model is not run.model:
+            backend = run.backend
+            self._graphs = GraphedPasses(
+                self._run_pass, run.model, backend.weights, backend.delayed
+            )
+        return self._graphs(part_BT, first=is_first)
+
+    def _run_pass(self, part_BT: Tensor) -> Tensor:
+        """See `micro_step`."""
         run, scaler = self.run, self.run.scaler
-        telemetry = run.telemetry
-        samples = (
-            not number and telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
-        )
-        with (
-            run.accelerator.accumulate(run.wrapped),
-            telemetry.sampling(run.model) if samples else nullcontext(),
-        ):
+        with run.accelerator.accumulate(run.wrapped):
             loss: Tensor = run.wrapped(*inputs_of(part_BT))
             mean_loss = loss.detach()
             # accelerate divides by the number of micro-batches; gradients are summed over ranks.

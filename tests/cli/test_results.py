@@ -87,20 +87,6 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["list", "model"], "No kind to list 'model'. Did you mean 'models'?"),
-        (["list", "runs", "nowhere"], "No folder nowhere. Give the one that your runs are in."),
-        (["list", "models", "there"], "FOLDER is for `list runs`. Leave it out."),
-        (["list", "runs", "--capability", "9.0"], "--capability is for `list recipes`."),
-        (["show", "nowhere"], "No run in 'nowhere'"),
-    ],
-)
-def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, message):
-    refused(*words, message=message)
-
-
-@pytest.mark.parametrize(
     ("typed", "offered"),
     [
         ("fp8stack f", "forecast"),

@@ -105,7 +105,6 @@ def make_goods(folder: Path, invoke: Invoke) -> None:
     rows = "".join(json.dumps({"text": story * 3}) + "\n" for story in stories)
     (folder / "texts" / "b.jsonl").write_text(rows)
     shutil.copytree(folder / "texts", folder / "corpus")
-    (folder / "tuned.toml").write_text('like = "mxfp8"\nbackward = "nvfp4"\n')
     (folder / "book.txt").write_text("".join(stories))
     ids = np.random.default_rng(0).integers(0, 256, 4000)
     ids.astype("<u2").tofile(folder / "tokens.bin")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.analysis.conform.check_inputs import codes_and_ties
 from fp8stack.common.formats import quantized_format
 from fp8stack.numerics import AmaxHistory, Quantizer, dequantize, quantize, round_to
 from fp8stack.numerics.cast import encode, round_to_format
@@ -124,12 +123,3 @@ def test_a_nan_is_reported_where_a_format_has_no_code_for_it() -> None:
     assert round_to(x, quantizer, 1).values.isnan().tolist() == x.isnan().tolist()
     with_nan = quantize(x, replace(quantizer, format="e3m4"))
     assert (with_nan.data[0, 1].item(), bool(with_nan.has_nan)) == (0x7F, True)
-
-
-@pytest.mark.parametrize("name", ["e1m2", "e3m0", "e2m0", "e1m0"])
-def test_codes_of_at_most_4_bits_share_a_byte(name: str) -> None:
-    x = codes_and_ties(quantized_format(name), 16, 31)
-    quantizer = Quantizer(format=name, block=(1, 16), scale="e8m0")
-    quantized = quantize(x, quantizer)
-    assert (quantizer.element_bits, quantized.data.shape) == (4, (16, 16))
-    np.testing.assert_array_equal(dequantize(quantized), round_to(x, quantizer, 1).values)

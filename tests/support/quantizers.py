@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4, ties
+from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4
 from fp8stack.common.formats import Quantizer
 from fp8stack.numerics import RandomBits
 from fp8stack.precision import load_recipe
@@ -76,11 +75,6 @@ RULES = {
     for format in ("e4m3", "e5m2")
     for scale in ("power_of_two", "float32")
 }
-
-
-def numbers(x: Tensor) -> Tensor:
-    """Values on half steps, of the shape of `x`."""
-    return ties(*x.shape)
 
 
 def has_amax_of_tensors(recipe: str) -> bool:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 STEP = 32  # products that an instruction adds
 BITS = 13  # behind the leading one
-EXACT_SUM = 2**BITS
-"""Sums of integers whose magnitudes add up to less than twice this lose nothing."""
 
 
 def accumulation_error(

@@ -103,14 +103,6 @@ def extreme(seed: int = 0) -> Tensor:
     return (bits | (exponents.clamp(max=254) << 23) | signs).view(torch.float32)
 
 
-def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
-    """Values halfway between codes of every format: small multiples of 2^-8, whose sums are
-    exact."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-64, 64, (rows, columns), generator=generator)
-    return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
-
-
 def codes_and_ties(target: Format, rows: int, columns: int, seed: int = 1) -> Tensor:
     """Every value of a format, the ties between two of them and the ties' neighbours in float32,
     of both signs, times a power of two for each square of 16: float32. Each row and each column of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
         bias: whether it has a bias.
         groups: the rows of each group of a grouped linear, such as experts are.
         operands: "wide", columns of many magnitudes; "positive", so that accumulation errors cannot
-            cancel; or "ones" and zeros, of whose sums tensor cores lose nothing.
+            cancel; or "ones" and zeros, of which also tensor cores add up 8,192 exactly.
     """
 
     rows: int
@@ -98,10 +98,11 @@ def gemms(context: Context) -> Iterator[Row]:
     recipes = [load_recipe(name) for name in RECIPES]
     K = LONG // 8 if context.quick else LONG
     for sizes in ((128, K, 128), (K, 128, 128)):  # long sums in fprop, and in wgrad
-        for kind in ("positive", "ones"):
-            shape = Shape(*sizes, False, operands=kind)
-            for recipe in recipes:
-                yield from (linear(context, recipe, name, shape) for name in BACKENDS[:2])
+        long, ones = (Shape(*sizes, False, operands=kind) for kind in ("positive", "ones"))
+        for recipe, backend in product(recipes, BACKENDS[:2]):
+            yield linear(context, recipe, backend, long)
+            if not _two_levels(recipe):
+                yield linear(context, recipe, backend, ones)
     for shape in shapes:
         yield linear(context, load_recipe("bf16"), "reference", shape)
         for recipe in recipes:
@@ -128,12 +129,13 @@ def _sum_error(context: Context, magnitudes: Tensor, terms: int) -> Tensor:
     return share * magnitudes
 
 
-def _core_error(context: Context, a: Tensor, b: Tensor, fast: bool) -> Tensor:
-    """The error that tensor cores add in `a @ b.t()`, see `accumulation_error`; 0 on a CPU."""
+def _core_error(context: Context, a: Tensor, b: Tensor, fast: bool, powers: bool) -> Tensor:
+    """The error that tensor cores add in `a @ b.t()`, see `accumulation_error`; 0 on a CPU. Scales
+    are `powers` of two."""
     if context.device == "cpu":
         return a.new_zeros(())
     a, b = a.to(context.device), b.to(context.device)
-    return accumulation_error(a, b, None if fast else _PROMOTED).cpu()
+    return accumulation_error(a, b, None if fast else _PROMOTED, exact=powers).cpu()
 
 
 # Linears, grouped or not
@@ -247,10 +249,14 @@ def _operands(shape: Shape, seed: int, transformed: bool) -> dict[str, Tensor]:
         powers = column % 7 - 3 if transformed else 5 * column % 29 - 14
         operands[name] *= 2.0 ** (powers * (shape.operands == "wide"))
         operands[name] /= 16.0 ** group[:, None]
-    if shape.operands != "wide":
-        operands = {name: x.abs() for name, x in operands.items()}
-    if shape.operands == "ones":
-        operands = {name: (x > x.median()).float() for name, x in operands.items()}
+    # 1.75 is the significand of 448 and of 57344, so scales are powers of two. No two such elements
+    # are multiplied with each other: the product would need more bits than the others.
+    largest = {"input": (0, 0), "weight": (0, 0, 1), "grad_output": (1, 1), "bias": (0, 0)}
+    for name, index in largest.items() if shape.operands != "wide" else ():
+        x = operands[name].abs()
+        positive = x if shape.operands == "positive" else (x > x.median()).float()
+        positive[index] = 1.75 * 2.0 ** (positive.max() / 1.75).log2().ceil()
+        operands[name] = positive
     return {name: x.bfloat16() for name, x in operands.items()}
 
 
@@ -287,9 +293,9 @@ def _exact(
             for name in OPERANDS
         )
         bias = case.tensors["bias"][group].double() if shape.bias else torch.zeros(())
-        products = {"y": (x[0], w[0].t()), "dx": (dy[0], w[1]), "dw": (dy[1].t(), x[1])}
+        pairs = {"y": (x[0], w[0].t()), "dx": (dy[0], w[1]), "dw": (dy[1].t(), x[1])}
         bounded = {}
-        for name, (a, b) in products.items():
+        for name, (a, b) in pairs.items():
             value, magnitudes = a @ b, a.abs() @ b.abs()
             rounded = value.abs()
             if name == "y":
@@ -297,9 +303,12 @@ def _exact(
                 rounded = value.abs()
                 if shape.bias:  # the product may be rounded before the bias is added
                     rounded = 2 * value.abs() + bias.abs()
-            error = _sum_error(context, magnitudes, a.shape[1])
-            if backend in ("te", "torch") and shape.operands != "ones":
-                error = error + _core_error(context, a, b.t(), fast=name == "y")
+            error = torch.zeros_like(value)
+            if shape.operands != "ones":
+                error = _sum_error(context, magnitudes, a.shape[1])
+            if shape.operands != "ones" and backend in ("te", "torch"):
+                powers = shape.operands == "positive" and not _two_levels(case.recipe)
+                error = error + _core_error(context, a, b.t(), fast=name == "y", powers=powers)
             bounded[name] = Bounded(value, error, rounded)
         if shape.bias:
             dy_rows = operands["grad_output"].double()
@@ -312,6 +321,11 @@ def _exact(
                 bounded[name] = Bounded(value, error, rounded)
         by_group.append(bounded)
     return by_group
+
+
+def _two_levels(recipe: Recipe) -> bool:
+    """Whether scales are no powers of two, of "positive" operands too (NVFP4)."""
+    return any(q.scale == "e4m3" for table in recipe.tables for q in table.each.values())
 
 
 def _keeps_float32(context: Context, backend: str, shape: Shape) -> bool:

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8stack.common.tables import aligned
 
-NAME = "forecast.json"
-"""A file of earlier forecasts in a run's folder."""
 GAP = ("gap to expect", "90 % interval")
 """The column titles of `shares`."""
 MOST_EXTRA = 900.0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from fp8stack.analysis.forecast.forecast import forecast_of_shape
 from fp8stack.analysis.forecast.law import fitted
-from fp8stack.analysis.forecast.result import NAME, ForecastResult
+from fp8stack.analysis.forecast.result import ForecastResult
 from fp8stack.analysis.report.telemetry import Telemetry, read_telemetry, table
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
@@ -94,7 +94,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
         metrics=read_metrics(path, notes),
         telemetry=sampled,
         sessions=_sessions(path / "sessions.jsonl", notes, is_running),
-        forecast=_forecast(path, keys, planned, notes) if telemetry else None,
+        forecast=_forecast(path, keys, planned) if telemetry else None,
         is_running=is_running is True,
         written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if metrics.exists() else None,
         notes=notes,
@@ -118,16 +118,9 @@ def _read_or_note(path: Path, read: Callable[[], T], otherwise: T, notes: list[s
     return otherwise
 
 
-def _forecast(
-    path: Path, config: dict[str, Any], plan: dict[str, Any], notes: list[str]
-) -> ForecastResult | None:
-    """The forecast in the run's folder, else one for the run's recipe by the size of its model;
-    None without a quantized recipe, or if the run's files do not say enough."""
-    file, read = path / NAME, ForecastResult.model_validate_json
-    if file.exists():
-        saved = _read_or_note(file, lambda: read(file.read_text("utf-8")), None, notes)
-        if saved is not None:
-            return saved
+def _forecast(path: Path, config: dict[str, Any], plan: dict[str, Any]) -> ForecastResult | None:
+    """The forecast for a run's recipe by the size of its model; None without a quantized recipe, or
+    if the run's files do not say enough."""
     with suppress(UserError, KeyError, TypeError, ValueError):
         recipe = recipe_from_json(plan["recipe"], "plan.json")
         keys = at_home(config, path)

@@ -87,7 +87,10 @@ def find_sources(settings: Settings) -> list[Source]:
                 f"No input {quoted(name)!r}. Give files, folders, or hf:NAME for a dataset."
             )
         paths = [Path(name)]
-        if stat.S_ISDIR(status.st_mode) and not is_saved(paths[0]):
+        if stat.S_ISDIR(status.st_mode):
+            if is_saved(paths[0]):
+                sources.append(_dataset(name, number))
+                continue
             paths = _paths_in(paths[0], settings)
         with_text = [source for path in paths if (source := _source(path, number)).size]
         if not with_text:
@@ -100,20 +103,15 @@ def find_sources(settings: Settings) -> list[Source]:
 
 
 def _paths_in(folder: Path, settings: Settings) -> list[Path]:
-    """The files and saved datasets in a folder that the settings select, sorted by path."""
-    out, saved = settings.out.resolve(), list[Path]()
-
-    def skips(inside: Path) -> bool:
-        if is_saved(inside):
-            saved.append(inside)
-        return inside in saved or inside.resolve() == out
+    """The files in a folder that the settings select, sorted by path."""
+    out = settings.out.resolve()
 
     def matches(inside: str, patterns: Sequence[str]) -> bool:
         name = inside.rpartition("/")[2]
         return any(fnmatchcase(inside, p) or fnmatchcase(name, p) for p in patterns)
 
     def selected() -> Iterator[tuple[str, Path]]:
-        for path in [*walk(folder, skips), *saved]:
+        for path in walk(folder, lambda inside: inside.resolve() == out):
             inside = path.relative_to(folder).as_posix()
             is_included = not settings.include or matches(inside, settings.include)
             if is_included and not matches(inside, settings.exclude):
@@ -123,13 +121,11 @@ def _paths_in(folder: Path, settings: Settings) -> list[Path]:
 
 
 def _source(path: Path, input_index: int) -> Source:
-    """The source of a file, or of a folder of `save_to_disk`. Raises a UserError if it is no
-    regular file or looks binary, or cannot be read."""
+    """The source of a file. Raises a UserError if it is no regular file or looks binary, or cannot
+    be read."""
     status = status_of(str(path))
-    if status is None or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+    if status is None or not stat.S_ISREG(status.st_mode):
         raise UserError(f"{quoted(str(path))} is not a regular file. Give a file or a folder.")
-    if stat.S_ISDIR(status.st_mode):
-        return _dataset(str(path), input_index)
     kind = KINDS.get(unpacked_suffix(path), "text")
     if kind == "text" and status.st_size:
         with opened(path) as (stream, _):

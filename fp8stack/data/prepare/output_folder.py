@@ -81,9 +81,6 @@ class OutputFolder:
         try:
             prepared_segments(self.path, 2**32)
         except UserError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-                raise  # such as a lack of permission: the folder may be sound
             reason = str(error).partition(". ")[0]
             raise UserError(
                 f"{reason}. Start over with --overwrite, or give another --out."

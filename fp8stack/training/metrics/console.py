@@ -12,8 +12,10 @@ from fp8stack import data
 from fp8stack.common.progress import Bar
 from fp8stack.common.screen import Screen
 from fp8stack.common.terminal import is_terminal, printable, say
+from fp8stack.layers.kernels.replay import records
 from fp8stack.model.config import load_config
 from fp8stack.planning.phases import EVALUATION
+from fp8stack.training.graphs import obstacle
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run import Run
 
@@ -96,7 +98,17 @@ def describe_run(run: Run) -> list[str]:
         *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
         *(["compiling: the first step takes a minute or so"] if run.compiled else []),
+        *_graphs(run),
     ]
+
+
+def _graphs(run: Run) -> list[str]:
+    """Whether passes are replayed as CUDA graphs, on a GPU that has them."""
+    if not records(run.accelerator.device) or not run.compiled:
+        return []
+    reason = obstacle(run)
+    passes = f"launched kernel by kernel: {reason}" if reason else "replayed from the third step on"
+    return [f"CUDA graphs: passes are {passes}"]
 
 
 def _model(run: Run) -> str:

@@ -103,8 +103,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, operands: str, **fault: Any) -> Fac
         assert options.pop("bias") is None
         return y.to(options.pop("out_dtype"))
 
-    def core_error(context: Context, a: Any, b: Any, fast: bool) -> torch.Tensor:
-        return accumulation_error(a, b, None if fast else 4)
+    def core_error(context: Context, a: Any, b: Any, fast: bool, powers: bool) -> torch.Tensor:
+        return accumulation_error(a, b, None if fast else 4, exact=powers)
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
     monkeypatch.setattr(gemms, "_core_error", core_error)

@@ -244,11 +244,12 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
 
 def test_the_command_writes_the_page_and_its_plots(tmp_path, command, capsys):
     """The same run gives the same page, and no plot has formulas for numbers."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"gradient": f"blocks.{at}.a", "step": step, "norm": 10.0**-at, "ratio": 1.0, "zeros": 0.0}
         for step in (10, 20)
         for at in range(2)
     ]
+    rows += [{"step": 20, "experts": "blocks.0.mlp", "shares": [0.75, 0.25, 0]}]
     telemetry = [*operand_rows(1, [10, 20]), *rows]
     run = make_run(tmp_path / "runs" / "a", steps=20, blocks=1, telemetry=telemetry)
     assert command("report", "runs/a") == 0
@@ -256,9 +257,9 @@ def test_the_command_writes_the_page_and_its_plots(tmp_path, command, capsys):
     html = (run / "report.html").read_text()
     assert html_of(Path("runs/a")) == html
     assert "mathdefault" not in html
-    names = ("amax", "gradient", "loss", "rates", "saturated", "sqnr_db", "throughput", "underflow")
+    names = ["amax", "experts", "gradient", "loss", "rates", "saturated", "sqnr_db", "throughput"]
     plots = sorted((run / "report_files").iterdir())
-    assert [path.name for path in plots] == [f"run1-{name}.png" for name in names]
+    assert [path.name for path in plots] == [f"run1-{name}.png" for name in [*names, "underflow"]]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
 
 

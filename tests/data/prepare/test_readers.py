@@ -103,14 +103,12 @@ def test_datasets_are_read_from_their_folders(tmp_path, out):
     written(tmp_path / "data" / "train.jsonl", lines(texts))
     written(tmp_path / "data" / "test.jsonl", lines(["no"]))
     saved = datasets.Dataset.from_dict({"text": texts}, split="train")
-    saved.save_to_disk(tmp_path / "in" / "b")
-    datasets.DatasetDict(train=saved, val=saved.select([1])).save_to_disk(tmp_path / "in" / "c")
-    written(tmp_path / "in" / "a.txt", b"text")
-    written(tmp_path / "in" / "d.txt", b"end")
-    names = [f"hf:{tmp_path}/{name}" for name in ("data@train", "in/b@train", "in/c", "in/c@val")]
-    prepared(*names, tmp_path / "in", tmp_path / "in" / "b", out=out)
-    require(out, [*texts * 3, texts[1], "text", *texts * 2, "end", *texts])
-    assert "No split 'val'" in refusal(f"hf:{tmp_path}/in/b@val", out=tmp_path / "other")
+    saved.save_to_disk(tmp_path / "b")
+    datasets.DatasetDict(train=saved, val=saved.select([1])).save_to_disk(tmp_path / "c")
+    names = [f"hf:{tmp_path}/{name}" for name in ("data@train", "b@train", "c", "c@val")]
+    prepared(*names, tmp_path / "b", out=out)
+    require(out, [*texts * 3, texts[1], *texts])
+    assert "No split 'val'" in refusal(f"hf:{tmp_path}/b@val", out=tmp_path / "other")
 
 
 def test_the_name_of_a_dataset_has_its_parts():

@@ -102,6 +102,11 @@ OTHERS = {
     "prepare good.txt --tokenizer '' --out t": "No tokenizer ''",
     "doctor --capability 99.9": "No GPU has compute capability 99.9. Known: 3.0",
     "estimate --memory 80GB": "--memory", "estimate --memory 0": "--memory",
+    "list model": "No kind to list 'model'. Did you mean 'models'?", "list runs nowhere":
+    "No folder nowhere. Give the one that your runs are in.", "list models there":
+    "FOLDER is for `list runs`. Leave it out.", "list runs --capability 9.0":
+    "--capability is for `list recipes`.", "show nowhere": "No run in 'nowhere'",
+
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
     "compare --baseline mxfp8 --recipes fp32,bf16": "--baseline", "compare --set seed=1": "--seeds",

@@ -48,12 +48,18 @@ def test_where_no_run_was_begun_a_new_one_begins(remains, new, command, tmp_path
 @pytest.mark.parametrize(
     "flags", [["--resume"], ["--resume", "auto"], ["--steps", "1", "--resume"]]
 )
-def test_only_the_run_in_out_or_a_named_one_is_resumed(flags, new, command, refused, tmp_path):
+def test_only_the_run_in_out_or_a_named_one_is_resumed(
+    flags, new, command, refused, tmp_path, monkeypatch
+):
     """Nothing is looked for in `runs`, and a finished or unfinished run in `--out` is kept."""
     cut = RunFolder(tmp_path / "runs/gpt-nano-fp32")
     cut.claim()
     cut.release()
-    refused(*new, *flags, message="--resume auto needs --out, the run's folder. Or name it:")
+    needs_out = "--resume auto needs --out, the run's folder. Or name it: --resume RUN"
+    refused(*new, *flags, message=needs_out)
+    with monkeypatch.context() as restart:
+        restart.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        refused(*new, message=needs_out)
     assert command(*new, "--steps", "1") == 0  # where a start was cut early
     assert command(*new, "--steps", "1") == 0
     assert [path.name for path in cut.path.parent.iterdir()] == [
@@ -173,6 +179,9 @@ def test_a_run_without_a_checkpoint_begins_again_as_its_run_toml_says_now(
         file.write_text(file.read_text().replace("lr = 0.003", edit).replace("lr = 0.001", edit))
         assert command(*AUTO) == code
     assert max(row["lr"] for row in metrics(run)) == 0.001
+    file.write_text(file.read_text().replace("lr = ", "lr = 0.001", 1))
+    assert command(*AUTO, "--lr", "0.002") == 0  # nothing is trained that it could change
+    assert max(row["lr"] for row in metrics(run)) == 0.002
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     assert command(*words, "--steps", "14") == 0
     printed = capsys.readouterr().out
     assert "resumed from r/checkpoints/step-000008\n" in printed
-    assert "steps 8 -> 14: the learning rate follows the new" in printed
+    assert "steps 12 -> 14: the learning rate follows the new" in printed
     assert losses(run)[:8] == uninterrupted[:8]
     refused("pretrain", "--resume", "r", "--steps", "3", message="less than the 14")
     (run / "checkpoints/step-000012/checkpoint.json").unlink()

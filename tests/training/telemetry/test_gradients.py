@@ -295,19 +295,6 @@ def test_page_and_terminal_show_gradients(
     assert "Dead: no gradient reaches blocks.1.mlp_norm" in capsys.readouterr().out
 
 
-def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
-    small = loop(tmp_path, "fp32", 1)
-    small.advance(3)
-    path = tmp_path / "r" / "telemetry.jsonl"
-    lines = path.read_text().splitlines()
-    again = [line for line in lines if json.loads(line).get("step") == 2]
-    path.write_text("\n".join([*lines, *again]) + "\n")
-    gradients = read_run(tmp_path / "r").telemetry.gradients
-    assert gradients
-    for gradient in gradients:
-        assert gradient.steps.tolist() == [1, 2]
-
-
 # Ranks
 
 
