@@ -99,9 +99,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         eps = f", eps {self.quantizer.eps:g}" * bool(self.quantizer.eps)
-        return f"{self.quantizer}{eps}" + (
-            "" if self.scale is None else f", scale {self.scale:.9g}"
-        )
+        scale = "" if self.scale is None else f", scale {self.scale:.9g}"
+        return f"{self.quantizer}{eps}{scale}"
 
 
 @lru_cache(maxsize=32)
@@ -109,10 +108,11 @@ def matrix_of(name: Matrix, format: str, seed: int) -> Tensor:
     """A matrix by its name: "codes" and ties of a format, all "values" of a dtype, ReLU^2 of them,
     ... Neither 32 nor 128 divides the sizes of most, but for GEMMs 16 does."""
     kind, dtype = name
-    if kind in ("values", "relu2", "relu2 gradient"):
-        x = values_of(dtype, seed)
-        return x if kind == "values" else _relu2(x, kind == "relu2 gradient")
     match kind:
+        case "values":
+            return values_of(dtype, seed)
+        case "relu2" | "relu2 gradient":
+            return _relu2(values_of(dtype, seed), kind == "relu2 gradient")
         case "codes":
             x = codes_and_ties(quantized_format(format), 144, 336, seed)
         case "extreme":
@@ -138,7 +138,7 @@ def _relu2(x: Tensor, backward: bool) -> Tensor:
     return torch.from_numpy(oracles.to_bf16(exact)).to(x.dtype)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=32)
 def copies_of(case: Case) -> tuple[QuantizedMatrix, QuantizedMatrix]:
     """The oracle's copies of a matrix, for GEMMs over the columns and over the rows, with the
     random bits of `DRAWN`."""
@@ -482,8 +482,10 @@ def by_nvfp4_kernel(call: Call) -> Results:
     rowwise = replace(call.quantizer, hadamard=0)
     first, second = cast_nvfp4(call.x, rowwise, call.quantizer, (call.bits, call.bits))
     assert second is not None
-    rowwise, columnwise = ((c.data, c.inv_scale, c.upper_scale) for c in (first, second))
-    return named((None, None) if call.quantizer.hadamard else rowwise, columnwise)
+    columnwise = second.data, second.inv_scale, second.upper_scale
+    if call.quantizer.hadamard:
+        return named((None, None), columnwise)
+    return named((first.data, first.inv_scale, first.upper_scale), columnwise)
 
 
 def by_block_kernel(call: Call) -> Results:
