@@ -1,15 +1,12 @@
-"""The reports of scenarios: rows, bars, tables and figures."""
+"""The reports of scenarios: rows and tables."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from fp8stack.analysis.benchmark.timing import Timing, machine, median_interval, ratio
 from fp8stack.common import tables
@@ -19,12 +16,7 @@ Report = dict[str, Any]
 
 
 def report_of(
-    device: str,
-    settings: Row,
-    rows: Sequence[Row],
-    *,
-    bars: Sequence[Row] = (),
-    packages: Sequence[str] = (),
+    device: str, settings: Row, rows: Sequence[Row], packages: Sequence[str] = ()
 ) -> Report:
     """A report with the machine, the settings and the rows; `packages` are the names of packages
     whose versions to record."""
@@ -32,19 +24,7 @@ def report_of(
         "machine": machine(*packages, device=device),
         "settings": settings,
         "results": list(rows),
-        "bars": list(bars),
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """A limit in a case: the fastest round of `arm` takes at most `at_most` times as long as the
-    fastest round of the arm `of`."""
-
-    case: str
-    arm: str
-    of: str
-    at_most: float
 
 
 def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) -> list[Row]:
@@ -89,19 +69,6 @@ def paired(timing: Timing, to: Timing) -> dict[str, float]:
 
 def paired_cell(row: Row) -> str:
     return f"{row['paired']:.3f} [{row['paired_low']:.3f}, {row['paired_high']:.3f}]"
-
-
-def judged(bars: Iterable[Bar], rows: Sequence[Row]) -> list[Row]:
-    """The bars whose case and arms were measured, with the measured ratio."""
-    fastest = {(row["case"], row["arm"]): row["fastest_ms"] for row in rows}
-    judgements = []
-    for bar in bars:
-        arm, of = fastest.get((bar.case, bar.arm)), fastest.get((bar.case, bar.of))
-        if arm is not None and of is not None:
-            measured = arm / of
-            holds = measured <= bar.at_most
-            judgements.append({**asdict(bar), "measured": round(measured, 4), "holds": holds})
-    return judgements
 
 
 # Tables
@@ -188,12 +155,6 @@ def timing_table(rows: Sequence[Row], extra: Mapping[str, Callable[[Row], str]])
     return markdown(header, cells)
 
 
-def page(data: Report, title: str, text: str, extra: Mapping[str, Callable[[Row], str]]) -> str:
-    """A page with a table of all timings, with `extra` columns, and the ratios of the bars."""
-    timings = timing_table(data["results"], extra)
-    return heading(data, title, text) + timings + ratios_table(data["bars"])
-
-
 def number(key: str, digits: int = 2) -> Callable[[Row], str]:
     """A function from a row to a cell with its number `key`; an empty cell if it has none."""
 
@@ -204,68 +165,9 @@ def number(key: str, digits: int = 2) -> Callable[[Row], str]:
     return cell
 
 
-def ratios_table(bars: Sequence[Row]) -> str:
-    """A table of the measured ratios of the bars; "" if there are none."""
-    if not bars:
-        return ""
-    cells = ([bar["case"], bar["arm"], bar["of"], f"{bar['measured']:.3f}"] for bar in bars)
-    header = ["case", "arm", "relative to", "measured"]
-    return "\nRatios of the fastest rounds:\n\n" + markdown(header, cells)
-
-
-# Figures
-
-
-RELATIVE_TIME = "time, relative to {ratio_to}"
-
-
-def ratios(
-    title: str, value: str = "ratio", label: str = RELATIVE_TIME
-) -> Callable[[Report], Figure]:
-    """A scenario's `figure`: see `ratio_figure`."""
-    return lambda data: ratio_figure(data["results"], title, value, label)
-
-
-def ratio_figure(
-    rows: Sequence[Row], title: str, value: str = "ratio", label: str = RELATIVE_TIME
-) -> Figure:
-    """Horizontal bars of `value` by arm, a panel for each case."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    most = max(sum(row["case"] == case for row in rows) for case in cases)
-    figure = Figure(figsize=(5.0 * len(cases), 1.2 + 0.3 * most), layout="constrained")
-    figure.suptitle(title)
-    panels = figure.subplots(1, len(cases), squeeze=False)[0]
-    for panel, case in zip(panels, cases, strict=True):
-        chosen = [row for row in rows if row["case"] == case and row.get(value) is not None]
-        names, values = [row["arm"] for row in chosen], [row[value] for row in chosen]
-        drawn = panel.barh(names, values, color="tab:blue")
-        panel.bar_label(drawn, fmt="{:,.3g}", padding=2, fontsize=8)
-        panel.invert_yaxis()
-        panel.margins(x=0.15)
-        panel.set_title(case, fontsize=9)
-        panel.tick_params(labelsize=8)
-        panel.set_xlabel(label.format(**chosen[0]))
-    return figure
-
-
-def line_figure(rows: Sequence[Row], title: str, x: str, y: str) -> Figure:
-    """Lines of `y` over `x` by arm, a panel for each case."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    figure = Figure(figsize=(4.5 * len(cases), 3.6), layout="constrained")
-    figure.suptitle(title)
-    for panel, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
-        for arm in dict.fromkeys(row["arm"] for row in rows if row["case"] == case):
-            points = [row for row in rows if (row["case"], row["arm"]) == (case, arm)]
-            panel.plot([p[x] for p in points], [p[y] for p in points], marker="o", label=arm)
-        panel.set(title=case, xlabel=case, ylabel=y)
-        panel.legend(fontsize=8)
-    return figure
-
-
-def write(report: Report, text: str, figure: Figure, folder: Path) -> None:
-    """Write `<scenario>.json`, `.md` and `.png` into `folder`."""
+def write(report: Report, text: str, folder: Path) -> None:
+    """Write `<scenario>.json` and `<scenario>.md` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / report["scenario"]
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text)
-    figure.savefig(stem.with_suffix(".png"), dpi=100)

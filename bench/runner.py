@@ -1,8 +1,8 @@
 """Run scenarios, write their results, and compare them with the committed results.
 
 A scenario is a module with `add_arguments(parser)`, `measure(arguments)`, which returns JSON data,
-`table(report)` and `figure(report)`. It may have `SHORT`, options for a quick run, and `FOLDER`, a
-folder of bench/results to write to instead of the machine's.
+and `table(report)`. It may have `SHORT`, options for a quick run, and `FOLDER`, a folder of
+bench/results to write to instead of the machine's.
 """
 
 from __future__ import annotations
@@ -29,19 +29,15 @@ RESULTS = Path(__file__).parent / "results"
 CHOOSING = ("out", "recipes", "models", "capabilities", "parts", "compiled", "profile", "minutes")
 TOLERANCE = 0.15
 SCENARIOS = {
-    "emulation": "the cost of emulated FP8 on a CPU: a linear and a step, with peers beside",
-    "linear": "one linear, forward and backward, in every recipe and backend, with peers beside",
-    "step": "whole training steps in every recipe and backend, with peers beside",
-    "memory": "the peak memory of a step by recipe, beside what weights and moments need",
-    "grid": "a step by precision, size and batch, and casts, scales, histories by themselves",
-    "startup": "how long the command takes to start, and how many modules it imports",
-    "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
-    "law": "the law of fp8stack forecast, fitted to published losses and the study, and its errors",
-    "reliability": "faults of all kinds put into whole runs, and whether they are survived",
-    "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",
-    "golden": "what Transformer Engine computes on this GPU, for tests/numerics/test_golden.py",
-    "pictures": "the pictures of docs/recipes.md and docs/architecture.md",
-    "gpu": "the first visit to a new GPU: steps, kernels, tests, losses, peers, in little time",
+    "emulation": "What does emulated FP8 cost on a CPU? A linear and a step, with peers beside.",
+    "grid": "What does a step take by precision, size and batch; a cast, a scale, a history?",
+    "gpu": "How fast is this GPU? The first visit: steps, kernels, tests, losses, peers.",
+    "gpu-code": "What code does torch make of our models for a GPU? Bytes, launches, stores.",
+    "golden": "What does Transformer Engine compute? For tests/numerics/test_golden.py.",
+    "study": "What does each recipe cost in loss, by size of model and number of tokens? (hours)",
+    "law": "Which law of the loss gap fits published losses and the study, with which errors?",
+    "reliability": "Are faults of all kinds in whole runs survived?",
+    "pictures": "The pictures of docs/recipes.md, drawn from the results of casts.",
 }
 
 
@@ -53,7 +49,6 @@ def add_options(
     warm_up: int = 3,
     device: bool = True,
     recipes: Sequence[str] = (),
-    models: bool = False,
 ) -> None:
     """Add the options that several scenarios have, and `--tiny`.
 
@@ -64,7 +59,6 @@ def add_options(
         warm_up: the default number of rounds before the timed ones.
         device: whether the scenario can run on a GPU as well.
         recipes: the recipes that are measured by default; none if the scenario has no choice.
-        models: whether the scenario measures several models.
     """
     add = parser.add_argument
     if rounds is not None:
@@ -81,9 +75,6 @@ def add_options(
     if recipes:
         recipes_help = f"(default: {','.join(recipes)})"
         add("--recipes", type=words, default=[*recipes], metavar="A,B", help=recipes_help)
-    if models:
-        recipes_help = "some of this device's (default: all)"
-        add("--models", type=words, default=[], metavar="A,B", help=recipes_help)
 
 
 def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -131,10 +122,10 @@ def run(name: str, words: Sequence[str]) -> int:
     cells = Cells(folder / f"{name}.partial.jsonl", _conditions(arguments))
     report = measured(module, name, words, cells)
     text = module.table(report)
-    reports.write(report, text, module.figure(report), folder)
+    reports.write(report, text, folder)
     print(text)
     stem = report["scenario"]
-    print(f"written: {folder}/{stem}.json, {stem}.md and {stem}.png")
+    print(f"written: {folder}/{stem}.json and {stem}.md")
     return int(cells.finish() > 0)
 
 

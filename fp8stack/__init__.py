@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from fp8stack.model.convert import convert
     from fp8stack.model.converted import delayed_scaling_of, plan_of
     from fp8stack.model.gpt import GPT
+    from fp8stack.planning.phases import precision_for_phase
+    from fp8stack.planning.run_config import RunConfig
     from fp8stack.planning.savings import savings
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
-    from fp8stack.precision.phases import precision_for_phase
     from fp8stack.trained.evaluate import evaluate
     from fp8stack.trained.export import export
     from fp8stack.trained.generate import generate
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "layers": ("build_backend", "fp8_state", "load_fp8_state"),
     "common.errors": ("UserError",),
+    "planning.run_config": ("RunConfig",),
     "planning.savings": ("savings",),
     "trained.evaluate": ("evaluate",),
     "trained.export": ("export",),
@@ -40,7 +42,7 @@ _NAMES = {
     "model.gpt": ("GPT",),
     "training.optim.grad_scaler": ("LossScaler",),
     "precision": ("Hardware", "Plan", "Recipe", "load_recipe", "probe", "resolve"),
-    "precision.phases": ("precision_for_phase",),
+    "planning.phases": ("precision_for_phase",),
     "data.tokenizer": ("Tokenizer", "load_tokenizer"),
     "training.load": ("load",),
     "training.pretrain": ("pretrain",),
@@ -55,6 +57,7 @@ __all__ = [
     "LossScaler",
     "Plan",
     "Recipe",
+    "RunConfig",
     "Telemetry",
     "Tokenizer",
     "UserError",

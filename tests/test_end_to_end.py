@@ -75,11 +75,11 @@ def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
     assert all(row["fp8_gemms"] == 2 * 4 * 3 for row in steps)
     assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
 
-    # The report is a page and a text.
+    # The report is a page, and text on the terminal.
     printed("report", "run")
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html>")
-    report = printed("report", "run", "--text")
+    report = printed("show", "run")
     assert "60" in report
     assert "delayed" in report
 

@@ -66,7 +66,6 @@ def test_a_model_is_converted_by_a_recipes_name():
 
 @pytest.mark.parametrize("name", ["generate", "evaluate", "export"])
 def test_the_names_are_functions_whatever_is_imported(name):
-    import fp8stack.cli.export
     import fp8stack.trained.evaluate
     import fp8stack.trained.export
     import fp8stack.trained.generate

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bench import peers, report, runner
 from bench.cells import some_of, words
-from bench.report import Bar, Report, Row
+from bench.report import Report, Row
 from fp8stack.analysis.benchmark.step_timing import FP8, StepArm, StepWork, arms, build_step, works
 from fp8stack.analysis.benchmark.timing import Timing, ratio
 from fp8stack.layers import build_backend
@@ -32,9 +32,7 @@ FEWER_BITS = ("mxfp6_e2m3", "mxfp4", "nvfp4")
 STEP_COMPILED = ("delayed", "mxfp8")  # compiling a step takes one to two minutes for each
 SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1", "--budget", "15"]
 
-# torchao's emulation of our recipes.
-PEERS = {"delayed": "torchao tensorwise", "current": "torchao tensorwise", "mxfp8": "torchao mxfp8"}
-EAGER, COMPILED = "", " compiled"
+COMPILED = " compiled"
 PARTS = ("linear", "step", "large")
 
 
@@ -69,39 +67,6 @@ def mixture() -> StepWork:
     """A training step of a small mixture of experts."""
     config = load_config("gpt-nano-moe")
     return StepWork(model="gpt-nano-moe", config=config, batch=16, context=config.context)
-
-
-def _bars() -> list[Bar]:
-    """The bars: relative to eager fp32; relative to torchao in the same mode; and relative to bf16
-    if the CPU has instructions for it."""
-    linear, small, first = case_of(*SHAPES[1]), step_case(works("cpu")["small"]), step_case(nano())
-    limits: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {
-        linear: {(EAGER, FP8): 1.10, (COMPILED, COMPILED_LINEARS): 1.10},
-        small: {
-            (EAGER, FP8): 1.12,
-            (COMPILED, STEP_COMPILED): 1.12,
-            (EAGER, FEWER_BITS): 1.30,
-        },
-        first: {(EAGER, FP8): 1.15},
-        step_case(mixture()): {(EAGER, FP8): 1.25},
-    }
-    bars = []
-    for case, of_case in limits.items():
-        for (mode, recipes), at_most in of_case.items():
-            for recipe in recipes:
-                arm = f"{recipe}{mode}"
-                bars.append(Bar(case=case, arm=arm, of="fp32", at_most=at_most))
-                peer = PEERS.get(recipe)
-                # torchao's MXFP8 is measured in eager mode only.
-                if peer and case in (linear, small) and (mode == EAGER or recipe != "mxfp8"):
-                    bars.append(Bar(case=case, arm=arm, of=f"{peer}{mode}", at_most=1.0))
-    # bf16 is measured only on CPUs with bf16 instructions.
-    by_bf16 = [small, *map(step_case, large())]
-    bars += [Bar(case=c, arm=recipe, of="bf16", at_most=1.20) for c in by_bf16 for recipe in FP8]
-    return bars + [Bar(case=small, arm=arm, of="bf16", at_most=1.35) for arm in FEWER_BITS]
-
-
-BARS = _bars()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,8 +108,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         for work in large():
             rows += timed(step_case(work), own_steps(work, (), FP8), _rows, **options)
     settings = runner.timing_settings(arguments) | {"ratio": "fastest"}
-    bars, packages = report.judged(BARS, rows), ("torchao", "transformers")
-    return report.report_of("cpu", settings, rows, bars=bars, packages=packages)
+    return report.report_of("cpu", settings, rows, ("torchao", "transformers"))
 
 
 def tiny_work() -> StepWork:
@@ -180,7 +144,7 @@ def linear_arms(
         recipes = ("bf16", *recipes)  # without bf16 instructions, a large GEMM takes minutes
     layers |= {recipe: partial(fp8stack_linear, recipe, inputs, outputs) for recipe in recipes}
     for recipe in ("tensorwise", "mxfp8"):
-        layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
+        layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs)
     also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
     builders: dict[str, Callable[[], Arm]] = {}
     for name, layer in layers.items():
@@ -190,14 +154,12 @@ def linear_arms(
     return builders
 
 
-def fp8stack_linear(
-    recipe: str, inputs: int, outputs: int, device: str = "cpu", backend: str = "auto"
-) -> nn.Module:
-    """A linear layer of fp8stack, as a model would have it."""
-    plan = resolve(recipe, probe(device), backend).for_layers({"linear": (inputs, outputs)})
-    built_backend = build_backend(plan)
-    layer = built_backend.linear("linear", inputs, outputs, True).to(device)
-    built_backend.attach(layer)
+def fp8stack_linear(recipe: str, inputs: int, outputs: int) -> nn.Module:
+    """A linear layer of fp8stack on a CPU, as a model would have it."""
+    plan = resolve(recipe, probe("cpu")).for_layers({"linear": (inputs, outputs)})
+    backend = build_backend(plan)
+    layer = backend.linear("linear", inputs, outputs, True)
+    backend.attach(layer)
     return layer
 
 
@@ -261,10 +223,6 @@ def table(data: Report) -> str:
     return (
         report.heading(data, "What emulated FP8 costs on a CPU", text)
         + report.crossed(ratios, "arm")
-        + report.ratios_table(data["bars"])
         + "\nEvery timing:\n\n"
         + report.timing_table(rows, extra)
     )
-
-
-figure = report.ratios("Emulated FP8 on a CPU")

@@ -8,17 +8,29 @@ the sizes are widths of a small GPT; on a GPU they are models.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 
-from matplotlib.figure import Figure
-
-from bench import report, runner
+from bench import cells, report, runner
 from bench.cells import some_of
 from bench.cost import emulation, operations
-from bench.cost.step import in_turns
 from bench.report import Report, Row
-from fp8stack.analysis.benchmark.step_timing import PRECISIONS, SMALL, StepWork, works
+from fp8stack.analysis.benchmark.step_timing import (
+    PRECISIONS,
+    SMALL,
+    StepWork,
+    arms,
+    baseline,
+    build_step,
+    figures,
+    free_memory,
+    plan_of,
+    works,
+)
+from fp8stack.analysis.benchmark.timing import interleaved
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe
+from fp8stack.training.metrics.throughput import peak_rate
 
 PARTS = ("sizes", "growth", "operations")
 SHORT = ["--parts", "sizes,operations", "--rounds", "20", "--budget", "15"]
@@ -102,6 +114,51 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of(hardware.device, settings, rows)
 
 
+def in_turns(
+    work: StepWork, recipes: Iterable[str], hardware: Hardware, arguments: argparse.Namespace
+) -> list[Row]:
+    """The rows of one model's arms, the baseline (bf16, or fp32 on a CPU without bf16 instructions)
+    first. Rows in `arguments.cells` are not measured again, and recipes that do not run here are
+    left out.
+
+    On a CPU all arms take turns. On a GPU every arm takes turns with the baseline alone, so that no
+    more than two models must fit.
+    """
+    first = baseline(hardware)
+    recipes = list(dict.fromkeys([first, *recipes]))
+    our_arms = {arm.name: arm for arm in arms(hardware, recipes, ())}
+    builders: dict[str, Callable[[], Callable[[], None]]] = {
+        name: partial(build_step, arm, work, hardware) for name, arm in our_arms.items()
+    }
+    builders[first] = cache(builders[first])  # it is in every group
+
+    def timed(group: list[str]) -> list[Row]:
+        steps, failed = cells.runnable(work.model, {name: builders[name] for name in group})
+        timings = interleaved(steps, **runner.timing_options(arguments))
+        rows = []
+        for name, timing in timings.items():
+            plan = plan_of(our_arms[name], work, hardware)
+            facts = figures(work, timing, timings[first], peak_rate(hardware, plan))
+            paired = report.paired(timing, timings[first])
+            rows.append({"case": work.model, "arm": name, **facts, **paired, "ratio_to": first})
+        return rows + failed
+
+    rows: dict[str, Row] = {}
+    for group in groups(list(builders), hardware):
+        for row in arguments.cells.rows(work.model, group, partial(timed, group)):
+            rows.setdefault(row["arm"], row)
+        free_memory(hardware.device)  # for the next group
+    arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
+    return list(rows.values())
+
+
+def groups(names: list[str], hardware: Hardware) -> list[list[str]]:
+    """The groups of arms that take turns; the first arm is in every group."""
+    if hardware.device != "cuda" or len(names) == 1:
+        return [names]
+    return [[names[0], name] for name in names[1:]]
+
+
 def table(data: Report) -> str:
     rows = data["results"]
     cell = {
@@ -126,18 +183,3 @@ def table(data: Report) -> str:
     title = "Training steps by precision and size, and operations of FP8"
     crossed = report.crossed(grid, "precision") + "\n" if grid else ""
     return report.heading(data, title, text) + crossed + report.timing_table(rows, extra)
-
-
-def figure(data: Report) -> Figure:
-    steps = [row for row in data["results"] if row.get("part") == "sizes"]
-    drawn = steps or data["results"]
-    plot = report.ratio_figure(drawn, "Training steps", "paired")
-    for panel in plot.axes:
-        rows = [row for row in drawn if row["case"] == panel.get_title()]
-        values = [row["paired"] for row in rows]
-        ends = [
-            [row["paired"] - row["paired_low"] for row in rows],
-            [row["paired_high"] - row["paired"] for row in rows],
-        ]
-        panel.errorbar(values, range(len(rows)), xerr=ends, fmt="none", color="black", capsize=2)
-    return plot

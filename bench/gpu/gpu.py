@@ -48,7 +48,6 @@ TINY_RUN = (
     "--model gpt-nano --steps 2 --batch 2 --context 32 --set model_overrides.layers=1 "
     "--set eval_windows=2 --set sample_tokens=0 --set warmup_steps=1 --device cpu"
 )
-TINY_STEP = "--tiny --device cpu --rounds 6 --budget 5 --compiled ''"
 TASKS = (
     micro("machine", 60),
     steps(1, "--batch 4 --profile", 260),
@@ -57,6 +56,7 @@ TASKS = (
     micro("casts,elementwise", 150),
     micro("tiles", 120),
     steps(2, "--batch 16 --profile", 180),
+    steps(2, "--batch 16 --no-graphs", 120),
     steps(2, f"{LLAMA} --layers 2 --profile", 150),
     steps(2, f"{LLAMA} --layers 4", 150),
     steps(2, "--batch 32", 180),
@@ -64,8 +64,7 @@ TASKS = (
     Task(3, "losses", "fp8stack compare --model gpt2-124m --recipes bf16,delayed,current,block "
         "--baseline bf16 --seeds 1 --steps 200 --batch 8 --context 1024 --lr 6e-4 "
         "--out {out}/losses", 300, f"{TINY_RUN} --recipes bf16,delayed"),
-    Task(4, "peers", "bench step --models gpt2-1.5b --recipes delayed --rounds 30 --budget 20 "
-        "--out {out}/peers", 400, TINY_STEP),
+    steps(4, "--recipes bf16,delayed,plain,torchao", 400),
     steps(4, f"--model gpt2-124m --batch 32 --recipes bf16,{EVERY}", 400),
     steps(4, f"{LLAMA} --layers 2 --recipes bf16,delayed,current --head --profile", 200),
     Task(5, "doctor", "fp8stack doctor --json", 60),

@@ -1,4 +1,5 @@
-"""Training steps of one model, in bf16 and each recipe in turn, with the host's time by itself.
+"""Training steps of one model, in bf16 and each recipe or peer in turn, with the host's time by
+itself.
 
 A turn runs many steps and waits for the GPU once, at its end. The host's time ends when it has
 launched the last step; where the GPU is slower, its queue is full, and both times are equal: then
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench import peers
 from bench.cells import append_line, words
 from bench.gpu import kernels
 from bench.gpu.facts import HEADLINE, facts
@@ -28,11 +30,13 @@ from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware, load_recipe, probe
+from fp8stack.precision import Hardware, Plan, load_recipe, probe
+from fp8stack.training.graphs import WARM_UP
 from fp8stack.training.optim.optimizer import build_optimizer
 
 TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
 TURNS, STEPS = 7, 10  # of each arm, and of a turn
+PEERS = {"plain": "", "torchao": "tensorwise"}  # a plain GPT, without and with torchao's linears
 SETTINGS = ("model", "layers", "batch", "context", "backend", "head")
 Row = dict[str, Any]
 
@@ -57,33 +61,47 @@ def turn(step: Callable[[], None], count: int, device: str) -> Turn:
 
 
 class Arm:
-    """A model in a recipe, its step, and the times of its turns."""
+    """A model in a recipe, its step, and the times of its turns. `options` has the `backend`,
+    whether the `head` is in FP8, and whether passes are replayed as `graphs`."""
 
-    def __init__(self, recipe: str, work: StepWork, hardware: Hardware, backend: str, head: bool):
+    def __init__(
+        self, recipe: str, work: StepWork, hardware: Hardware, options: argparse.Namespace
+    ):
         self.recipe, self.work, self.hardware = recipe, work, hardware
-        self._options = backend, head
+        self._options = options
         self.turns: list[Turn] = []
 
     def build(self) -> None:
         """Build the model, and run it until it is compiled."""
-        backend, head = self._options
+        begin = time.perf_counter()
+        self.step = self._peer() if self.recipe in PEERS else self._ours()
+        for _ in range(2 + WARM_UP):
+            self.step()
+        wait_for(self.hardware.device)
+        self.first_s = time.perf_counter() - begin
+
+    def _peer(self) -> Callable[[], None]:
+        device = self.hardware.device
+        self.plan: Plan | None = None
+        self.graphs, self.compiled = False, device == "cuda"
+        return peers.step(self.work, device, PEERS[self.recipe], self.compiled)
+
+    def _ours(self) -> Callable[[], None]:
+        options = self._options
         loaded, hardware, work = load_recipe(self.recipe), self.hardware, self.work
-        if head and loaded.is_fp8:
+        if options.head and loaded.is_fp8:
             loaded = loaded.model_copy(update={"head": True})
-        self.plan = plan_for(work.config, loaded, hardware, backend, tokens=work.tokens)
+        self.plan = plan_for(work.config, loaded, hardware, options.backend, tokens=work.tokens)
         built = build_backend(self.plan)
         built.weights.only_tracked_changes = True  # as in a run
-        begin = time.perf_counter()
         model = GPT(work.config, built).to(hardware.device)
         self.compiled = hardware.device == "cuda" and self.plan.backend != "te"
         if self.compiled:
             model.compile_blocks()
         optimizer = build_optimizer(model, RunConfig(lr=1e-4))
-        self.step = training_step(model, optimizer, work.batches_of(hardware.device))
-        for _ in range(3):
-            self.step()
-        wait_for(hardware.device)
-        self.first_s = time.perf_counter() - begin
+        batches = work.batches_of(hardware.device)
+        self.graphs = options.graphs and self.compiled
+        return training_step(model, optimizer, batches, graphs=self.graphs)
 
     def row(self) -> Row:
         """The figures of the turns, and the most memory in a step, with all that is allocated."""
@@ -97,7 +115,8 @@ class Arm:
         return {
             "recipe": self.recipe,
             "compiled": self.compiled,
-            "plan": self.plan.summary(),
+            "graphs": self.graphs,
+            "plan": self.plan.summary() if self.plan else [],
             **times.to_json(),
             "host_ms": round(statistics.median(turn.host_ms for turn in self.turns), 4),
             "peak_memory_gib": peak,
@@ -150,12 +169,15 @@ def main() -> int:
     add("--out", type=Path, required=True, help="a file, one JSON object per line")
     add("--model", default="gpt2-1.5b", help="model preset (default: %(default)s)")
     add("--recipes", type=words, default=["bf16", "delayed"], metavar="A,B",
-        help="the first takes turns with each of the others (default: bf16,delayed)")  # fmt: skip
+        help="the first takes turns with each of the others, of which plain and torchao are peers "
+        "(default: bf16,delayed)")  # fmt: skip
     add("--batch", type=int, default=4, help="sequences per step (default: %(default)s)")
     add("--context", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
     add("--layers", type=int, help="blocks (default: the model's)")
     add("--backend", default="auto", help="compute backend (default: %(default)s)")
     add("--head", action="store_true", help="the head in FP8 as well")
+    add("--graphs", action=argparse.BooleanOptionalAction, default=True,
+        help="replay passes as CUDA graphs (default: yes)")  # fmt: skip
     add("--profile", action="store_true", help="all kernels of one step, and a trace")
     add("--dry-run", action="store_true", help="a tiny model on a CPU, to see that it runs")
     arguments = parser.parse_args()
@@ -170,7 +192,7 @@ def main() -> int:
         config = TINY.model_copy(update=changes)
         arguments.context = TINY.context
     work = StepWork(model=model, config=config, batch=arguments.batch, context=arguments.context)
-    arm = partial(Arm, work=work, hardware=hardware, backend=arguments.backend, head=arguments.head)
+    arm = partial(Arm, work=work, hardware=hardware, options=arguments)
     settings |= {"dry_run": arguments.dry_run, "facts": facts(hardware)}
     print(f"{HEADLINE}{work.model}, {work.batch} x {work.context} tokens", flush=True)
     base: Row = {}

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from matplotlib.figure import Figure
-
 from bench.cells import failure
 from bench.gpu_code.process import told
 from bench.report import Report, Row, heading, markdown, report_of
@@ -117,13 +115,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         chosen &= case.model in (arguments.models or SMALL)
         if chosen and case.recipe in (arguments.recipes or [case.recipe]):
             rows += arguments.cells.rows(case.name, [case.recipe], partial(_row, case))
-    bars = [
-        {"case": row["case"], "arm": row["arm"], "what": "wrong", "at_most": 0}
-        | {"measured": len(row["wrong"]), "holds": not row["wrong"]}
-        for row in rows
-    ]
-    data = report_of("cpu", {"width": 128, "blocks": 1}, rows, bars=bars, packages=("triton",))
-    return data | {"scenario": SCENARIO}
+    settings = {"width": 128, "blocks": 1}
+    return report_of("cpu", settings, rows, ("triton",)) | {"scenario": SCENARIO}
 
 
 def _row(case: Case) -> list[Row]:
@@ -161,13 +154,3 @@ def table(data: Report) -> str:
     text = (__doc__ or "").partition("\n\n")[2].strip()
     lines = "\n".join(["", *wrong, ""]) if wrong else ""
     return heading(data, "Code for GPUs, executed", text) + markdown(header, cells) + lines
-
-
-def figure(data: Report) -> Figure:
-    drawn = Figure(figsize=(8, 0.6 + 0.25 * len(data["results"])), layout="constrained")
-    axes = drawn.subplots()
-    names = [f"{row['case']}: {row['arm']}" for row in data["results"]]
-    axes.barh(names, [row["kernels"] for row in data["results"]], color="#4c72b0")
-    axes.invert_yaxis()
-    axes.set_xlabel("kernels that ran in the interpreter")
-    return drawn

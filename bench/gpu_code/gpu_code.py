@@ -27,8 +27,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from matplotlib.figure import Figure
-
 from bench.cells import failure, words
 from bench.gpu_code import TOKENS, executed
 from bench.gpu_code.process import told
@@ -37,7 +35,7 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.planning.roofline import ideal_work
-from fp8stack.planning.trace import trace
+from fp8stack.planning.roofline_trace import trace_operators
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -46,15 +44,9 @@ TERABYTES_PER_S = 4.1
 """The best copy rate of an H200 (4.8 TB/s), by published measurements."""
 LARGEST = "llama-8b"
 CAPABILITIES = ("9.0", "8.9", "10.0", "12.0")
-GOALS = {"delayed": 1.2, "current": 1.5, "block": 1.7}
-RESIDUAL = {f"bench/recipes/{name}_bf16_residual.toml": name for name in ("delayed", "current")}
-GOALS |= {file: GOALS[name] for file, name in RESIDUAL.items()}
-"""Milliseconds of a llama-8b layer's block at `TERABYTES_PER_S`."""
+RESIDUAL = [f"bench/recipes/{name}_bf16_residual.toml" for name in ("delayed", "current")]
 HOST_MODEL = "gpt2-1.5b"
 HOST_RECIPES = ("bf16", "delayed", "current", "block")
-HOST_GOAL = 1.0
-"""Milliseconds that the host takes in a step to cast the weights of `HOST_MODEL`."""
-BLOCK, WEIGHTS = "ms of a block", "ms of the host, weights"
 TOLERANCE = 0.03
 
 
@@ -89,8 +81,7 @@ def measure(arguments: argparse.Namespace) -> Report:
             case = f"host of {HOST_MODEL}"
             host += arguments.cells.rows(case, [recipe], partial(_host_rows, case, recipe))
     settings = {"tokens": TOKENS, "terabytes_per_s": TERABYTES_PER_S}
-    data = report_of("cpu", settings, rows, bars=_bars(rows, host), packages=("triton",))
-    return data | {"host": host}
+    return report_of("cpu", settings, rows, ("triton",)) | {"host": host}
 
 
 def _row(model: str, recipe: str, capability: str, stores: bool) -> list[Row]:
@@ -164,7 +155,7 @@ def ideal_bytes(model: str, recipe: str, capability: str) -> int:
     shape = TOKENS // config.context, config.context
 
     def moved(blocks: int) -> int:
-        operations = trace(config, plan, *shape, blocks=(0,) * blocks, backward=True)
+        operations = trace_operators(config, plan, *shape, blocks=(0,) * blocks)
         return sum(work.moved for work in ideal_work(operations) if not work.flops)
 
     return moved(2) - moved(1)
@@ -188,27 +179,6 @@ def summary(kernels: Sequence[Row]) -> Row:
         "waits": sum(k["waits"] for k in kernels),
         "narrow_bytes": sum(k["bytes"] for k in narrow),
     }
-
-
-def _bars(rows: Sequence[Row], host: Sequence[Row]) -> list[Row]:
-    """The goals on capability 9.0, and whether they hold."""
-    case = f"{LARGEST} on 9.0"
-    block_ms = {row["arm"]: row["block_ms"] for row in rows if row["case"] == case}
-    bars = [(case, name, BLOCK, GOALS[name], block_ms[name]) for name in GOALS if name in block_ms]
-    for row in host:
-        if row["part"] == "weights" and row["launches"]:
-            bars.append((row["case"], row["arm"], WEIGHTS, HOST_GOAL, row["ms"]))
-    return [
-        {
-            "case": case,
-            "arm": name,
-            "what": figure_name,
-            "at_most": goal,
-            "measured": measured,
-            "holds": measured <= goal,
-        }
-        for case, name, figure_name, goal, measured in bars
-    ]
 
 
 def grown(committed: Report, fresh: Report) -> list[str]:
@@ -263,17 +233,3 @@ def table(data: Report) -> str:
     names = ["recipe", "part of a step", "ms of the host", "in calls", "launches"]
     hosts = "\n" + markdown(names, host) if host else ""
     return heading(data, "Code for GPUs", text) + markdown(header, cells) + hosts
-
-
-def figure(data: Report) -> Figure:
-    if data["scenario"] == executed.SCENARIO:
-        return executed.figure(data)
-    rows = [row for row in data["results"] if row["case"].startswith(f"{LARGEST} on 9.0")]
-    rows = rows or data["results"]
-    drawn = Figure(figsize=(7, 0.6 + 0.5 * len(rows)), layout="constrained")
-    axes = drawn.subplots()
-    names = [row["arm"] for row in rows]
-    axes.barh(names, [row["block_ms"] for row in rows], color="#4c72b0")
-    axes.invert_yaxis()
-    axes.set_xlabel("ms of a block's kernels at 4.1 TB/s, GEMMs and attention left out")
-    return drawn

@@ -39,13 +39,11 @@ def shape_of(config: GPTConfig, multiple: int = 1) -> Shape:
     )
 
 
-def linear(
-    recipe: str, inputs: int, outputs: int, device: str, dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def linear(recipe: str, inputs: int, outputs: int) -> nn.Module:
+    """A linear layer of torchao on a CPU."""
     from bench.peers.torchao import with_torchao
 
-    model = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)
-    return model.to(device, dtype)
+    return with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, "cpu")
 
 
 def step(work: StepWork, device: str, torchao: str = "", compiled: bool = True) -> Step:

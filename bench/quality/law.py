@@ -35,7 +35,6 @@ MARKERS = {
 }  # fmt: skip
 BANDS, BELOW = ("nvfp4", "mxfp8"), "$\\downarrow$"
 
-SENSITIVITY = "sensitivity.jsonl"  # `fp8stack forecast RUN --json` of the study's fp32 models
 LADDER = {"nvfp4": (1.0,), "mxfp6_e2m3": (1.0,), "mxfp8": (0.9, 0.75), "delayed": (0.9, 0.75)}
 """Recipes whose training in larger models is predicted, and the shares of their steps."""
 PREDICTIONS = "ladder_predictions.json"
@@ -48,13 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     folder = study.folder_of(arguments)
-    for name in (study.NAME, SENSITIVITY):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing, which the law is fitted to.")
+    if not (folder / study.NAME).is_file():
+        raise UserError(f"{folder / study.NAME} is missing, which the law is fitted to.")
     gaps = fits.study_gaps(json_lines(folder / study.NAME))
-    ratios = fits.sensitivity_ratios(json_lines(folder / SENSITIVITY))
-    law = fits.fit(published(), gaps, ratios)
-    text = page(law, published(), gaps, ratios)
+    law = fits.fit(published(), gaps)
+    text = page(law, published(), gaps)
     write_atomically(folder / "law.md", text.encode())
     figure(law, published(), gaps).savefig(folder / "law.png", dpi=110)
     if not arguments.keep:
@@ -175,7 +172,7 @@ def _error(curve: fits.Curve, row: PublishedGap) -> float:
     return abs(curve.percent(row.recipe, row.ratio) / row.percent - 1)
 
 
-def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
+def page(law: Law, rows: Rows, gaps: fits.Gaps) -> str:
     left_out, fp8 = sources_left_out(rows, gaps, law), fp8_points(rows, law)
     larger = {
         "NVFP4": errors_at_200m(rows, SMALL, "nvidia"),
@@ -237,14 +234,9 @@ def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
             _checks(fp8, "training"),
             "## Severities",
             "",
-            "By training, and by sensitivity: "
-            f"{law.forward:.3f} KL^{law.power:.2f} + {1 - law.forward:.3f} e, where KL is the "
-            "divergence of the quantized forward pass and e the squared error of the operands of "
-            "the backward pass, both relative to NVFP4's on the same model. "
-            f"{law.forward:.3f} is the published severity of the forward pass alone. The median "
-            f"error by sensitivity is {sensitivity_error(gaps, ratios, law):.0%}.",
+            f"By training. The forward pass alone has the published severity {law.forward:.3f}.",
             "",
-            _severities(law, gaps, ratios),
+            _severities(law, gaps),
             _head(law, gaps),
             "",
             "## Predictions",
@@ -275,20 +267,18 @@ def _checks(checks: Sequence[Check], title: str) -> str:
     )  # fmt: skip
 
 
-def _severities(law: Law, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
+def _severities(law: Law, gaps: fits.Gaps) -> str:
     study = fits.study_severities(gaps)
     return report.markdown(
-        ["recipe", "severity", "the study's", "by sensitivity", "error of that", "sources"],
+        ["recipe", "severity", "the study's", "sources"],
         [
             [
                 recipe,
-                f"{law.severities[recipe]:.3f}" if recipe in law.severities else "",
+                f"{law.severities[recipe]:.3f}",
                 f"{study[recipe]:.3f}",
-                f"{(by := law.severity(*ratios[recipe])):.3f}",
-                f"{by / study[recipe] - 1:+.0%}",
                 ", ".join(law.sources.get(recipe, ())),
             ]
-            for recipe in sorted(ratios, key=lambda recipe: -study[recipe])
+            for recipe in sorted(law.severities, key=lambda recipe: -study[recipe])
         ],
     )
 
@@ -303,16 +293,6 @@ def _head(law: Law, gaps: fits.Gaps) -> str:
         "The head in the recipe as well, in the study's smallest model with 8 tokens, raises "
         f"{' and '.join(rises)}. By NVFP4's, the head counts {law.head:.2f} times as much as the "
         "same work in the blocks."
-    )
-
-
-def sensitivity_error(gaps: fits.Gaps, ratios: fits.Ratios, law: Law) -> float:
-    """The median relative error of severities by sensitivity."""
-    study = fits.study_severities(gaps)
-    return statistics.median(
-        abs(law.severity(*ratios[recipe]) / study[recipe] - 1)
-        for recipe in ratios
-        if recipe != fits.NVFP4
     )
 
 

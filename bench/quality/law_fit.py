@@ -27,7 +27,6 @@ SHARED = 0.25  # of the study's steps are in fp32, and a gap grows with the shar
 NORMAL = 1.645  # half-width of a 90 % interval of noise, in standard deviations
 FP8_FACTOR = 3.0
 """The factor of the 90 % interval for MXFP8. Three published gaps at real sizes support no less."""
-Ratios = Mapping[str, tuple[float, float]]  # divergence and backward error relative to NVFP4's
 
 
 class Curve(NamedTuple):
@@ -51,14 +50,13 @@ class Level(NamedTuple):
 Gaps = Mapping[tuple[str, int, str], Level]  # by size, ratio and recipe
 
 
-def fit(rows: Sequence[PublishedGap], gaps: Gaps, ratios: Ratios) -> Law:
+def fit(rows: Sequence[PublishedGap], gaps: Gaps) -> Law:
     used = [row for row in rows if row.use == "gap"]
     curve = fit_curve([row for row in used if row.training == "Quartet II"])
     levels = source_levels(used, gaps, curve)
     level, deviation = between(levels)
     quantile = student(len(levels))
     severities, sources = study_severities(gaps), {NVFP4: tuple(levels)}
-    measured = {recipe: severities[recipe] for recipe in ratios}
     forward = relative([row for row in rows if row.use == "forward"], used)
     for recipe in severities.keys() - {NVFP4}:
         sources[recipe] = (STUDY,)
@@ -81,7 +79,6 @@ def fit(rows: Sequence[PublishedGap], gaps: Gaps, ratios: Ratios) -> Law:
         quantile=quantile,
         forward=forward,
         head=1.0,
-        power=fit_power(measured, ratios, forward),
         severities={recipe: severities[recipe] for recipe in shipped},
         sources={recipe: sources[recipe] for recipe in shipped},
         parameters=(1e5, max(row.parameters for row in used)),
@@ -236,27 +233,3 @@ def relative(rows: Sequence[PublishedGap], to: Sequence[PublishedGap]) -> float:
         for row in rows
         if (row.training, row.parameters, row.ratio) in percent
     )
-
-
-def sensitivity_ratios(rows: study_tables.Rows) -> Ratios:
-    """The divergence and the backward error of each recipe relative to NVFP4's on the same model,
-    medians over models."""
-    reference = {row["name"]: row for row in rows if row["recipe"] == NVFP4}
-    ratios: dict[str, list[list[float]]] = defaultdict(list)
-    for row in rows:
-        nvfp4 = reference[row["name"]]
-        ratios[row["recipe"]].append([row[k] / nvfp4[k] for k in ("forward", "backward")])
-    medians = {recipe: np.median(values, axis=0) for recipe, values in ratios.items()}
-    return {recipe: (float(kl), float(error)) for recipe, (kl, error) in medians.items()}
-
-
-def fit_power(severities: Mapping[str, float], ratios: Ratios, forward: float) -> float:
-    """The exponent of divergences that predicts the study's severities best."""
-
-    def unlikely(power: float) -> float:
-        return sum(
-            math.log((forward * kl**power + (1 - forward) * error) / severities[recipe]) ** 2
-            for recipe, (kl, error) in ratios.items()
-        )
-
-    return float(optimize.minimize_scalar(unlikely, bounds=(0.5, 1.5), method="bounded").x)

@@ -1,5 +1,4 @@
-"""The pictures of docs/recipes.md, drawn from the results of our casts, and the one of
-docs/architecture.md, drawn from the imports. Nothing is timed.
+"""The pictures of docs/recipes.md, drawn from the results of our casts. Nothing is timed.
 
 Each picture has a function for its data (`formats`, `spike`, `blocks`, `relative_error`), which
 tests check, and one that draws it. The PNG also has, as text, the figures that the page states.
@@ -21,7 +20,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.quality.rooms import rooms_picture
 from fp8stack.common.formats import FORMATS, Quantizer
 from fp8stack.numerics import (
     AmaxHistory,
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    for name, (figure, facts) in {**pictures(), "rooms": rooms_picture()}.items():
+    for name, (figure, facts) in pictures().items():
         path = arguments.out / f"{name}.png"
         figure.savefig(path, dpi=110, metadata={"Description": json.dumps(facts)})
         print(f"written: {path}, {json.dumps(facts)}")

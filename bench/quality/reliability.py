@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 from bench import report as reports
 from bench.cells import words
@@ -77,9 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
             key=lambda row: _order(row["case"]),
         )
         if folder is not None:
-            reports.write(data, table(data, cases), figure(data), folder)
+            reports.write(data, table(data, cases), folder)
     print(table(data, cases))
-    print(f"written: {folder}/reliability.json, .md and .png" if folder else "nothing is written")
+    print(f"written: {folder}/reliability.json and .md" if folder else "nothing is written")
     if lost:
         raise SystemExit(1)
 
@@ -185,19 +184,3 @@ def _lost(rows: Iterable[Row]) -> Iterator[str]:
             more = len(row["lost"]) - len(lines)
             lines += [f"and {more} more"] if more else []
             yield f"\nLost in {row['case']}:\n\n" + "".join(f"- {line}\n" for line in lines)
-
-
-def figure(data: Report) -> Figure:
-    rows = data["results"]
-    names = [row["case"] for row in rows]
-    survived = [row["survived"] for row in rows]
-    plot = Figure(figsize=(6, 1.2 + 0.3 * len(rows)), layout="constrained")
-    axes = plot.add_subplot()
-    bars = axes.barh(names, survived, color="tab:blue", label="survived")
-    axes.bar_label(bars, padding=2, fontsize=8)
-    lost = [len(row["lost"]) for row in rows]
-    axes.barh(names, lost, left=survived, color="tab:red", label="lost")
-    axes.set(xlabel="faults", xscale="symlog", title="faults put into runs")
-    axes.invert_yaxis()
-    axes.legend(fontsize=8)
-    return plot

@@ -35,8 +35,8 @@ from fp8stack.common.io import write_atomically
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.precision.plan import WIDE
-from fp8stack.training.checkpoint.reader import is_whole, path_of
-from fp8stack.training.run_folder import RunFolder, read_rows
+from fp8stack.training.checkpoint.reader import candidates, is_whole, path_of
+from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.signals import Preempted
 
 NAME = "study.jsonl"
@@ -90,7 +90,7 @@ study's tables use the design `SHARED`; the others show the effect of each desig
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
 FILES = Path(__file__).parents[1] / "recipes"
 FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
-"""The cell and seeds for recipes from files: one from `fp8stack tune`, common choices with as many
+"""The cell and seeds for recipes from files: one tuned to 5 bits, common choices with as many
 bits, and recipes with the residual stream in bf16."""
 SPREAD_CELL, SPREAD_PAIRS = ("3M", 2), 3
 """A cell of float32 pairs that differ in rounding, for the spread of pairs of that size."""
@@ -430,10 +430,10 @@ def _send(signal_number: signal.Signals, workers: Sequence[Any]) -> None:
 
 def beginning(job: Job, runs: Path) -> str:
     """The value of `resume` for a run: the checkpoint of the float32 run of its seed after the
-    steps that they share, if it is there and the run has not begun, else "auto". Either way the run
+    steps that they share, if it is there and the run has none yet, else "auto". Either way the run
     ends with the same bytes. (Delayed scaling takes the amaxes of the last shared steps.)"""
     shares = job.shared_steps and not job.is_base and not load_recipe(job.source).delayed
-    if shares and not RunFolder(runs / job.name).config.exists():
+    if shares and not candidates(RunFolder(runs / job.name).checkpoints):
         base = replace(job, recipe=BASELINE, design=job.trial[-1])
         checkpoint = path_of(RunFolder(runs / base.name).checkpoints, job.shared_steps)
         if is_whole(checkpoint):
@@ -522,7 +522,7 @@ def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dic
 def operand_errors(path: Path) -> dict[str, float]:
     """The mean relative squared error of each kind of operand, over layers and sampled steps. The
     first sample does not count, since delayed scaling starts with all scales at 1."""
-    rows = [row for row in read_rows(path, {"step": 0}) if row.get("sqnr_db") is not None]
+    rows = [row for row in json_lines(path) if row.get("sqnr_db") is not None]
     first = min((row["step"] for row in rows), default=0)
     errors = {}
     for kind in OPERANDS:

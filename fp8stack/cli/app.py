@@ -17,18 +17,16 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
-from fp8stack.cli.copying import copy
 from fp8stack.cli.estimate import estimate
-from fp8stack.cli.export import export
-from fp8stack.cli.forecast import forecast, tune
-from fp8stack.cli.generate import generate
+from fp8stack.cli.forecast import forecast
 from fp8stack.cli.machine import conform, doctor
 from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
-from fp8stack.cli.results import evaluate, list_, report
+from fp8stack.cli.results import copy, list_, report
 from fp8stack.cli.results import show as show_run
+from fp8stack.cli.trained import evaluate, export, generate
 from fp8stack.common.errors import Interrupted, StorageError, UserError, quoted
 from fp8stack.common.terminal import show, silence, warn, write_text
 from fp8stack.common.version import __version__
@@ -63,8 +61,6 @@ for function, short, example in (
     (generate, "Generate text", "generate runs/demo --prompt 'def main'"),
     (forecast, "Forecast what each recipe would cost in loss",
      "forecast --model llama-8b --tokens 160B"),
-    (tune, "Find a recipe for each layer within a loss budget",
-     "tune runs/demo --budget 0.2% --out mine.toml"),
     (export, "Write a model for transformers, vLLM or safetensors",
      "export runs/demo --format hf --out exported"),
     (conform, "Check that this machine computes what formats say", "conform --quick"),

@@ -1,12 +1,14 @@
 """The command `fp8stack compare`."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import Interrupted
+from fp8stack.common.terminal import shell_quoted
 
 RECIPES = option(
     "Precision recipes or TOML files, separated by commas. [six of them]",
@@ -19,13 +21,14 @@ BASELINE = option(
 FROM = option("Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from")
 SHARED = option("Share of steps, at the start, in the baseline's recipe. [25%, with --from 0%]")
 MARGIN = option("Largest gap that counts as equal, in percent of the loss. [0.25%]")
-MODEL = option(
-    "Model preset or TOML file. [gpt-nano, or that of --from]", autocompletion=completion.MODELS
+
+
+@options.takes_keys(
+    *("model", "steps", "batch", "context", "data", "lr", "device", "threads", "backend"),
+    "compile",
 )
-DATA = option("Training data, as for `pretrain --data`. [Python's standard library]")
-
-
 def compare(
+    flags: dict[str, Any],
     recipes: Annotated[str, RECIPES] = "fp32,bf16,delayed,current,block,mxfp8",
     out: Annotated[str | None, OUT] = None,
     seeds: Annotated[int, option("Runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
@@ -33,16 +36,6 @@ def compare(
     margin: Annotated[str, MARGIN] = "0.25%",
     baseline: Annotated[str | None, BASELINE] = None,
     from_: Annotated[str | None, FROM] = None,
-    model: Annotated[str | None, MODEL] = None,
-    steps: Annotated[int | None, options.STEPS] = None,
-    batch: Annotated[int | None, options.BATCH] = None,
-    context: Annotated[int | None, options.CONTEXT] = None,
-    data: Annotated[str | None, DATA] = None,
-    lr: Annotated[float | None, options.LR] = None,
-    device: Annotated[str | None, options.DEVICE] = None,
-    threads: Annotated[int | None, options.THREADS] = None,
-    backend: Annotated[str | None, options.BACKEND] = None,
-    compile: Annotated[bool | None, options.COMPILE] = None,
     set: Annotated[list[str] | None, options.SET] = None,
 ) -> None:
     """Train every recipe with every seed, and tabulate the cost of each: its loss gap to the
@@ -50,23 +43,38 @@ def compare(
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
-    flags = options.run_flags(locals())
-    flags |= {"out": None, "init_from": from_}
-    from fp8stack.analysis.compare import comparison, settings
+    own = {"recipes": recipes, "out": out, "seeds": seeds, "shared": shared, "margin": margin}
+    command = _command(own | {"baseline": baseline, "from": from_} | flags | {"set": set})
+    flags |= {"init_from": from_, "out": out}
+    from fp8stack.analysis.compare import comparison
+    from fp8stack.analysis.compare.settings import Options, comparison_of
+    from fp8stack.planning.run_config import parse_config
 
-    request = settings.prepare(
-        recipes,
-        seeds,
-        out,
-        baseline,
-        flags,
-        set or [],
+    settings = Options(
+        recipes=recipes,
+        seeds=seeds,
+        baseline=baseline,
         shared=shared,
         margin=margin,
+        command=command,
     )
+    validated = comparison_of(parse_config(None, flags, set or []), settings)
     try:
-        raise typer.Exit(comparison.compare(request))
+        raise typer.Exit(comparison.compare(validated))
     except KeyboardInterrupt:
         raise Interrupted(
             "Interrupted. Finished runs are kept; the same command continues."
         ) from None
+
+
+def _command(values: Mapping[str, Any]) -> str:
+    """The command with these values of its options, for a shell."""
+    words = ["fp8stack", "compare"]
+    for name, value in values.items():
+        option = name.rstrip("_")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            for item in value if isinstance(value, list) else [value]:
+                words += [f"--{option}", str(item)]
+    return " ".join(map(shell_quoted, words))

@@ -26,18 +26,6 @@ def values(names: Callable[[], Iterable[str]]) -> Complete:
     return complete
 
 
-def choices(key: str) -> Complete:
-    """Complete the value of a run's key that has a fixed choice of values."""
-
-    def names() -> Iterable[str]:
-        from fp8stack.planning.run_config import RunConfig
-
-        annotation = RunConfig.model_fields[key].annotation
-        return (name for name in get_args(annotation) if isinstance(name, str))
-
-    return values(names)
-
-
 def _presets(kind: Kind) -> Iterable[str]:
     from fp8stack.common.presets import names
 

@@ -20,34 +20,32 @@ if TYPE_CHECKING:
 TOKENS = option("Also predict time, disk and loss of so many training tokens, such as 10B.")
 PRICE = option("With --tokens: dollars per hour of a GPU. Example: 2.5")
 RANKS = option("Number of ranks, such as GPUs. [1]", "--ranks", "--gpus", min=1)
-MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
+MEMORY = option(
+    "Memory in GiB for the largest batch, such as 80. [the machine's, if known]", min=2**-10
+)
 
 
+@options.takes_keys(
+    *("model", "recipe", "batch", "context", "accumulate", "parallel", "optimizer"),
+    *("activation_checkpointing", "backend"),
+)
 def estimate(
-    model: Annotated[str | None, options.MODEL] = None,
-    recipe: Annotated[str | None, options.RECIPE] = None,
-    batch: Annotated[int | None, options.BATCH] = None,
-    context: Annotated[int | None, options.CONTEXT] = None,
-    accumulate: Annotated[int | None, options.ACCUMULATE] = None,
+    flags: dict[str, Any],
     capability: Annotated[str | None, options.CAPABILITY] = None,
     gpu: Annotated[str | None, options.GPU] = None,
     te: Annotated[bool | None, options.TE] = None,
-    memory: Annotated[str | None, MEMORY] = None,
+    memory: Annotated[float | None, MEMORY] = None,
     ranks: Annotated[int, RANKS] = 1,
     tokens: Annotated[str | None, TOKENS] = None,
     price: Annotated[float | None, PRICE] = None,
-    parallel: Annotated[str | None, options.PARALLEL] = None,
-    optimizer: Annotated[str | None, options.OPTIMIZER] = None,
-    activation_checkpointing: Annotated[str | None, options.RECOMPUTE] = None,
     phases: Annotated[str | None, options.PHASES] = None,
-    backend: Annotated[str | None, options.BACKEND] = None,
     config: Annotated[str | None, options.CONFIG] = None,
     set: Annotated[list[str] | None, options.SET] = None,
     json: Annotated[bool, option("Print JSON, in bytes.", "--json")] = False,
 ) -> None:
     """Estimate the memory of a run, part by part, and the largest batch that fits; with --tokens
     predict its time, cost, disk and loss as well."""
-    flags = options.run_flags(locals())
+    flags |= {"phases": phases}
     from fp8stack.planning import duration as durations
     from fp8stack.planning import estimate as answers
     from fp8stack.planning.run_config import parse_config
@@ -129,9 +127,10 @@ def duration(
     return replace(predicted, loss=forecast.loss, loss_source=forecast.loss_source)
 
 
-def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
-    """The memory of a run with this configuration on `ranks` machines like `hardware`. Raises the
-    errors of building the run, and a UserError if `memory_given` is not a positive size."""
+def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float | None) -> Answer:
+    """The memory of a run with this configuration on `ranks` machines like `hardware`, with the
+    largest batch for `memory_gib`, by default the machine's. Raises the errors of building the
+    run."""
     from fp8stack.common import presets
     from fp8stack.layers.compiler import require_compilable
     from fp8stack.model.config import load_config, plan_for
@@ -142,7 +141,9 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.training.optim.optimizer import require_optimizer
     from fp8stack.training.run_plans import Decided, context_of, plan_phases, unwanted_backends
 
-    memory, whose = memory_of(hardware) if memory_given is None else _given(memory_given)
+    memory, whose = memory_of(hardware)
+    if memory_gib is not None:
+        memory, whose = round(memory_gib * 2**30), "--memory"
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     config = for_ranks(config, ranks)
@@ -156,7 +157,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         require_possible(plan, config, ranks)
         if config.compile:
             require_compilable(plan, config.activation_checkpointing)
-    trained = [plans[place] for place in schedule.variants]
+    trained = [plans[place] for place in schedule.indices]
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}
@@ -198,26 +199,6 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         memory_of=whose,
         largest=largest,
     )
-
-
-def _given(memory: str) -> tuple[int, str]:
-    """The bytes of `--memory`, in GiB by default, and the name of their source."""
-    import re
-
-    from fp8stack.common.errors import quoted
-
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
-    size = 0
-    if match:
-        number, unit, prefix, binary = match.groups()
-        power = " MGT".index((prefix or "G").upper()) + 1
-        decimal = unit.upper().endswith("B") and not binary
-        size = round(float(number) * (1000 if decimal else 1024) ** power)
-    if not size:
-        raise UserError(
-            f"--memory {quoted(memory)} is no memory. Give GiB, such as 80, or a unit: 80GB, 80GiB."
-        )
-    return size, "--memory"
 
 
 def _show(estimated: Answer) -> None:

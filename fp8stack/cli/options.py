@@ -1,13 +1,16 @@
 """Options shared by commands, the layout of help, and printing of results."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fp8stack.cli import completion
 from fp8stack.common.terminal import show, show_json, write_text
+from fp8stack.planning.run_keys import FLAGS, RunKeys
 from fp8stack.training.threads import use_threads
 
 
@@ -35,39 +38,70 @@ def _compute_with(threads: int | None) -> int | None:
 # Replaces typer's --help, which imports pydantic for every command.
 HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, callback=_show)
 
-# Keys of a run. `RunConfig` has the defaults, and a test compares them; its pydantic is too slow to
-# import for a help text.
-MODEL = option("Model preset or TOML file. [gpt-nano]", autocompletion=completion.MODELS)
-RECIPE = option("Precision recipe or TOML file. [auto]", autocompletion=completion.RECIPES)
-BACKEND = option(
-    "auto, te, torch, emulate or reference. [auto]", autocompletion=completion.choices("backend")
-)
-STRICT = option("Fail instead of substituting a recipe or backend.")
-STEPS = option("Optimizer steps. [1200]")
-BATCH = option("Sequences per step, over all ranks. [8]")
-CONTEXT = option("Tokens per sequence. [the model's]")
-ACCUMULATE = option("Micro-batches per step. [1]")
-LR = option("Peak learning rate. [0.003]", "--lr", "--learning-rate")
-OPTIMIZER = option(
-    "adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]",
-    autocompletion=completion.choices("optimizer"),
-)
-PARALLEL = option(
-    "ddp, or fsdp to shard the model. [ddp]", autocompletion=completion.choices("parallel")
-)
-RECOMPUTE = option(
-    "Recompute: none, selective or block. [none]",
-    autocompletion=completion.choices("activation_checkpointing"),
-)
-COMPILE = option("Use torch.compile. [on a GPU]")
+
+def key_option(key: str, **more: Any) -> Any:
+    """The option of a key of a run, with its choices and its default in the help."""
+    flag, default = FLAGS[key], getattr(RunKeys, key)
+    choices = [kind for kind in _types(RunKeys.__annotations__[key]) if isinstance(kind, str)]
+    help, complete = flag.help, None
+    if choices:
+        help += f" {', '.join(choices[:-1])} or {choices[-1]}."
+        complete = completion.values(lambda: choices)
+    elif flag.complete is not None:
+        complete = {"models": completion.MODELS, "recipes": completion.RECIPES}[flag.complete]
+    if flag.default or str(default) not in ("None", "False", "()"):
+        help += f" [{flag.default or default}]"
+    return option(help, *flag.names, autocompletion=complete, **more)
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation allows, without limits; of a Literal, its values."""
+    is_limited = hasattr(annotation, "__metadata__")
+    inner = (annotation.__origin__,) if is_limited else get_args(annotation)
+    if not inner:
+        yield annotation
+    for type_ in inner:
+        yield from _types(type_)
+
+
+def takes_keys(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options for keys of a run. Its function gets those that the user gave as a
+    dict, its first argument.
+
+    Args:
+        keys: the keys; all that have a flag if left out.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**values: Any) -> None:
+            flags = {key: values.pop(key) for key in keys or FLAGS}
+            function({key: value for key, value in flags.items() if value is not None}, **values)
+
+        _, *parameters = signature(function, eval_str=True).parameters.values()
+        parameters = [*map(_parameter, keys or FLAGS), *parameters]
+        command.__annotations__ = {option.name: option.annotation for option in parameters}
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameter(key: str) -> Parameter:
+    """The parameter of a command for a key of a run. pydantic checks all but its type."""
+    types = [*_types(RunKeys.__annotations__[key])]
+    plain_type = next((plain for plain in (bool, int, float) if plain in types), str)
+    annotation = Annotated[plain_type | None, key_option(key)]  # type: ignore[valid-type]
+    return Parameter(key, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+# Keys that are tables have options of other types.
 PHASES = option(
-    "By phase: conservative, default or aggressive.", autocompletion=completion.choices("phases")
+    "By phase: conservative, default or aggressive.",
+    autocompletion=completion.values(lambda: ("conservative", "default", "aggressive")),
 )
-DEVICE = option(
-    "Device: auto, cpu, cuda or xpu. [auto]", autocompletion=completion.choices("device")
-)
-THREADS = option("CPU threads for torch. [torch's choice]")
-THREADS_NOW = option("CPU threads for torch. [torch's choice]", callback=_compute_with)
+BACKEND, DEVICE = key_option("backend"), key_option("device")
+THREADS_NOW = key_option("threads", callback=_compute_with)
 CONFIG = option("Run file (TOML); flags override it.")
 SET = option("Any other key, as key=value; repeatable.", autocompletion=completion.SETTINGS)
 
@@ -87,13 +121,6 @@ GPU = option(
 TE = option("With --capability: is Transformer Engine installed? [yes]")
 
 JSON = option("Print JSON.", "--json")
-
-
-def run_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a command that are keys of a run."""
-    from fp8stack.planning.run_config import RunConfig
-
-    return {key: value for key, value in values.items() if key in RunConfig.model_fields}
 
 
 def print_json(data: Any) -> None:
@@ -118,25 +145,23 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 # Help: options in named groups
 
 GROUPS = {
-    "Model and precision": "model init_from from_ recipe recipes agree limit baseline shared "
-    "phases backend strict",
-    "Data": "data data_order document_mask tokenizer windows",
-    "Training": "steps batch context accumulate lr schedule warmup_steps weight_decay optimizer "
-    "seed seeds margin tokens prompt prompt_file temperature top_k top_p",
-    "Machine": "device threads ranks parallel activation_checkpointing grad_compression compile "
-    "capability gpu te memory price",
-    "Files": "out overwrite resume eval_every save_every checkpoint_async config set",
-    "Logs": "log_every tensorboard wandb trackio telemetry_every what_if profile guard",
+    "Model and precision": "from_ recipes agree limit baseline shared phases",
+    "Data": "windows",
+    "Training": "seeds margin tokens prompt prompt_file temperature top_k top_p",
+    "Machine": "ranks capability gpu te memory price",
+    "Files": "overwrite resume config set",
+    "Logs": "guard",
 }
-"""The options of each group, by their names in the code."""
+"""The options of each group, by their names in the code, beside those that are keys of a run."""
 TITLES = {"eval": "Evaluation", "generate": "Sampling"}
 """The title of the group "Training" in commands that train nothing."""
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()} | {
+    key: flag.group for key, flag in FLAGS.items()
+}
 COMMAND_GROUPS = {
     "Train": "pretrain compare prepare",
-    "Plan": "plan estimate doctor list copy",
+    "Plan": "plan estimate forecast doctor list copy",
     "Inspect": "show report eval generate",
-    "Choose a recipe": "forecast tune",
     "Export": "export",
     "Check and measure": "conform bench",
 }

@@ -14,23 +14,17 @@ if TYPE_CHECKING:
     from fp8stack.precision import Hardware
 
 
+@options.takes_keys("model", "recipe", "backend", "strict", "batch", "context", "accumulate")
 def plan(
-    model: Annotated[str | None, options.MODEL] = None,
-    recipe: Annotated[str | None, options.RECIPE] = None,
+    flags: dict[str, Any],
     capability: Annotated[str | None, options.CAPABILITY] = None,
     gpu: Annotated[str | None, options.GPU] = None,
     te: Annotated[bool | None, options.TE] = None,
-    backend: Annotated[str | None, options.BACKEND] = None,
-    strict: Annotated[bool | None, options.STRICT] = None,
-    batch: Annotated[int | None, options.BATCH] = None,
-    context: Annotated[int | None, options.CONTEXT] = None,
-    accumulate: Annotated[int | None, options.ACCUMULATE] = None,
     config: Annotated[str | None, options.CONFIG] = None,
     set: Annotated[list[str] | None, options.SET] = None,
     json: Annotated[bool, option("Print JSON, layer by layer.", "--json")] = False,
 ) -> None:
     """Show the precision of every operation of a training step, and where tensors are cast."""
-    flags = options.run_flags(locals())
     from fp8stack.planning import plan_table as tables
     from fp8stack.planning.run_config import parse_config
     from fp8stack.precision.hardware import machine_for
@@ -42,18 +36,17 @@ def plan(
         options.print_json(tables.as_json(table) | {"training": training})
         return
     from fp8stack.common.screen import Screen
+    from fp8stack.common.tables import aligned, rich_table
 
-    console = Screen()
+    console, rows = Screen(), tables.rows_of(table.operations)
     show(f"machine: {table.machine}", *table.plan.summary())
     source = training.pop("source")
     values = ", ".join(f"{key} {value}" for key, value in training.items())
     show(f"training: {values}" + (f"; preset: {source}" if source else ""), "")
     if console.is_terminal:
-        console.print(tables.rich_table(table, console.width))
-        if console.width < tables.WIDE:
-            console.print(*tables.reasons_of(table), sep="\n")
+        console.print(rich_table(None, tables.HEADINGS, rows))
     else:
-        show(*tables.text_rows(table))
+        show(*aligned([tables.HEADINGS, *rows]))
     show(*tables.as_lines(table))
 
 

@@ -41,9 +41,9 @@ def prepare(
     """
     import contextlib
     import sys
-    from pathlib import Path
 
     from fp8stack.common.errors import UserError
+    from fp8stack.common.presets import parse
     from fp8stack.data.prepare.inputs import Settings
     from fp8stack.data.prepare.output_folder import as_json
     from fp8stack.data.prepare.pipeline import SAVED, prepare
@@ -53,18 +53,19 @@ def prepare(
         raise UserError("Give --tokenizer or --train-bpe, not both.")
     if not out:
         raise UserError("--out is empty. Give the folder that the shards go to.")
-    settings = Settings(
-        inputs=tuple(inputs),
-        tokenizer="bytes" if tokenizer is None else tokenizer,
-        train_bpe=train_bpe,
-        text_key=text_key,
-        held_out=held_out,
-        shard_tokens=shard_tokens,
-        out=Path(out),
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        end_of_text=end_of_text,
-    )
+    keys = {
+        "inputs": inputs,
+        "out": out,
+        "tokenizer": "bytes" if tokenizer is None else tokenizer,
+        "train_bpe": train_bpe,
+        "text_key": text_key,
+        "held_out": held_out,
+        "shard_tokens": shard_tokens,
+        "include": include or (),
+        "exclude": exclude or (),
+        "end_of_text": end_of_text,
+    }
+    settings = parse(Settings, keys, "prepare")
     with (
         contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
         stop_requests(leave_while_importing) as stop,

@@ -1,39 +1,21 @@
-"""The commands `fp8stack list`, `show`, `report` and `eval`."""
+"""The commands `fp8stack list`, `copy`, `show` and `report`."""
 
-import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fp8stack.cli import completion, options
 from fp8stack.cli.options import argument, option
 from fp8stack.common import terminal
-from fp8stack.common.errors import UserError, unknown
+from fp8stack.common.errors import UserError, quoted, unknown
 
 KINDS = ("models", "recipes", "runs")
 KIND = argument("KIND", "models, recipes or runs.", autocompletion=completion.values(lambda: KINDS))
 FOLDER = argument("FOLDER", "Of runs: the folder to look in. [runs]")
 RUN = argument("RUN", "Run folder.")
 OUT = option("HTML file. [report.html in the run, or beside several runs]")
-TEXT = option("Print a summary; write a page only with --out.", "--text")
 RUNS = argument("RUNS", "Run folders.")
-EVALUATED = argument("RUNS", options.TRAINED)
-RECIPES = option(
-    "Precision recipes, TOML files or folders of transformers, which are run as a server does, "
-    "separated by commas. [the run's own]",
-    autocompletion=completion.RECIPES,
-)
-AGREE = option(
-    "Compare the first recipe with each other one, token by token: KL, log probabilities, top-1, "
-    "and the layers at fault.",
-    "--agree",
-)
-LIMIT = option("With --agree: exit code 1 if a KL is above it, in nats per token. Example: 0.001")
-DATA = option(
-    "Data, as for `pretrain --data`; any other single file whole. [the run's own held-out part]"
-)
 
 
 def list_(
@@ -67,105 +49,86 @@ def list_(
 
 
 def show(run: Annotated[Path, RUN]) -> None:
-    """Show a run on the terminal: figures, findings and what to do next."""
-    from fp8stack.analysis.report import report
+    """Show the report on a run on the terminal, and what to do next."""
+    from fp8stack.analysis import report
     from fp8stack.training.run_folder import RunFolder
 
-    report([run], text=True)
-    folder = RunFolder(run)
-    terminal.show(*folder.next_commands())
+    report.show(run)
+    terminal.show(*RunFolder(run).next_commands())
 
 
 def report(
     runs: Annotated[list[Path], RUNS],
     out: Annotated[str | None, OUT] = None,
-    text: Annotated[bool, TEXT] = False,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
     from fp8stack.analysis import report as reports
 
-    if json and text:
-        raise UserError("Give --json or --text, not both.")
-    page = reports.report(runs, out, text, json)
+    page = reports.report(runs, out, json)
     if page is not None:
         (terminal.warn if json else terminal.say)(f"report: {page}")
 
 
-def evaluate(
-    runs: Annotated[list[str], EVALUATED],
-    recipes: Annotated[str | None, RECIPES] = None,
-    agree: Annotated[bool, AGREE] = False,
-    limit: Annotated[float | None, LIMIT] = None,
-    data: Annotated[str | None, DATA] = None,
-    windows: Annotated[int | None, option("Windows to evaluate. [the run's]")] = None,
-    context: Annotated[int | None, option("Tokens per window. [the run's]")] = None,
-    batch: Annotated[int | None, option("Windows per forward pass. [the run's]")] = None,
-    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
-    backend: Annotated[str, options.BACKEND] = "auto",
-    device: Annotated[str, options.DEVICE] = "auto",
-    threads: Annotated[int | None, options.THREADS_NOW] = None,
-    json: Annotated[bool, options.JSON] = False,
+COPIES = {"model": "--model", "recipe": "--recipe", "run": "--config"}
+"""The kinds that can be copied, and the flag of `pretrain` that takes the copy."""
+COPIED = argument("KIND", "model, recipe or run.", autocompletion=completion.values(lambda: COPIES))
+
+
+def _names(context: typer.Context, incomplete: str) -> list[str]:
+    """The presets of the kind that was typed before; none of runs."""
+    kinds = {"model": completion.MODELS, "recipe": completion.RECIPES}
+    complete = kinds.get(context.params.get("kind", ""))
+    return complete(incomplete) if complete else []
+
+
+NAME = argument(
+    "NAME", "Model preset, recipe or TOML file; of a run, its folder.", autocompletion=_names
+)
+FILE = argument("FILE", "TOML file to write.")
+OVERWRITE = option("Replace the file if it exists.", "--overwrite")
+
+
+def copy(
+    kind: Annotated[str, COPIED],
+    name: Annotated[str, NAME],
+    file: Annotated[Path, FILE],
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> None:
-    """Compute validation losses and bits per byte of trained models, in one recipe or several.
+    """Copy a model, a recipe or a run's configuration to a file, to be edited."""
+    from fp8stack.common import presets
+    from fp8stack.common.io import write_atomically
 
-    With --agree, compare the recipes token by token instead.
-    """
-    from fp8stack.common.presets import recipe_words
-    from fp8stack.trained import evaluate as evaluation
-
-    if limit is not None and not agree:
-        raise UserError("--limit is of --agree. Give both.")
-    if limit is not None and not 0 <= limit < math.inf:
-        raise UserError(f"--limit {limit} is no KL. Give 0 or more nats per token.")
-    options_of_both: dict[str, Any] = {
-        "data": data,
-        "windows": windows,
-        "context": context,
-        "batch": batch,
-        "tokenizer": tokenizer,
-        "backend": backend,
-        "device": device,
-    }
-    words = [] if recipes is None else recipe_words(recipes)
-    layouts: tuple[Callable[[Any], Any], ...]
-    if not agree:
-        scores = evaluation.evaluate(runs, *words, **options_of_both)
-        layouts = (evaluation.rich_table, evaluation.notes, evaluation.text_lines)
-        _show_results(scores, json, evaluation.as_json, *layouts)
-        return
-    pairs = evaluation.agreements(runs, *words, **options_of_both)
-    layouts = (
-        evaluation.agreement_rich_table,
-        evaluation.agreement_notes,
-        evaluation.agreement_lines,
-    )
-    _show_results(pairs, json, evaluation.agreements_as_json, *layouts)
-    if limit is not None:
-        beyond = [pair for pair in pairs if not pair.kl <= limit]
-        for pair in beyond:
-            p, q = pair.recipes
-            terminal.warn(f"{pair.run}: KL({p} || {q}) = {pair.kl:.3g} is above {limit:g}")
-        if beyond:
-            raise typer.Exit(1)
-
-
-def _show_results(
-    results: list[Any],
-    json: bool,
-    as_json: Callable[[Any], Any],
-    rich_table: Callable[[Any], Any],
-    notes: Callable[[Any], list[str]],
-    text_lines: Callable[[Any], list[str]],
-) -> None:
-    """Print results as JSON, as a table on a terminal, or as text."""
-    from fp8stack.common.screen import Screen
-
-    console = Screen()
-    if json:
-        options.print_json(as_json(results))
-    elif console.is_terminal:
-        console.print(rich_table(results))
-        console.print(*notes(results), sep="\n")
+    content: bytes | None = None
+    if kind == "model":
+        source = presets.find("models", name)
+    elif kind == "recipe":
+        if name == "auto":
+            raise UserError("auto stands for another recipe; `fp8stack plan` says which. Copy it.")
+        source = presets.find("recipes", name)
+    elif kind == "run":
+        source, content = _configuration(name)
     else:
-        terminal.show(*text_lines(results))
+        raise unknown("kind to copy", kind, tuple(COPIES))
+    if file.suffix != ".toml":
+        raise UserError(f"{quoted(str(file))} is no TOML file. Give a name such as mine.toml.")
+    if not file.parent.is_dir():
+        raise UserError(f"There is no folder {quoted(str(file.parent))}. Create it first.")
+    if file.exists() and not overwrite:
+        raise UserError(f"{quoted(str(file))} exists. Give another name, or --overwrite.")
+    write_atomically(file, source.read_bytes() if content is None else content)
+    terminal.say(
+        f"copied {source} to {file}; edit it, then: fp8stack pretrain {COPIES[kind]} "
+        f"{terminal.shell_quoted(str(file))}"
+    )
+
+
+def _configuration(name: str) -> tuple[Path, bytes]:
+    """The `run.toml` of a run, and its content with absolute paths of the files in the run."""
+    from fp8stack.planning.run_config import parse_config, to_toml
+    from fp8stack.training.run_folder import RunFolder
+
+    folder = RunFolder(Path(name))
+    if not folder.holds_run:
+        raise UserError(f"{quoted(name)} is no run folder: it has no {folder.config.name}.")
+    return folder.config, to_toml(parse_config(str(folder.config), {})).encode()

@@ -158,12 +158,6 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
     return f"{api.endpoint}/{name}"
 
 
-def commit_in_cache(repository: Repository) -> str | None:
-    """The commit of a repository's revision at its last download; None without a download."""
-    folder = folder_in_cache(repository)
-    return None if folder is None else folder.name
-
-
 def folder_in_cache(repository: Repository) -> Path | None:
     """The folder of a repository's revision, named by the commit, in the cache of huggingface_hub;
     None without a download."""

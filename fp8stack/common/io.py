@@ -7,6 +7,7 @@ the same path removes it.
 """
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -19,12 +20,8 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from sys import intern
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # type: ignore[assignment]
 
 from fp8stack.common.errors import StorageError, UserError, quoted
 
@@ -41,6 +38,7 @@ DEEPEST = 64
 write, and small enough for recursive code."""
 LARGEST_TOML = 2**20  # bytes: a hundred times the size of real files
 LARGEST_JSON = 2**26  # bytes: the index of a large model takes megabytes
+LONGEST_LINE = 2**24  # characters of a file of JSON lines
 
 _KEY = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
 # tomllib needs quadratic time and memory for a dotted key.
@@ -201,8 +199,6 @@ def _temporary(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
 def _holds(path: Path, released: ExitStack) -> bool:
     """Hold a regular file or a folder until `released`, see `lock`. Returns False if another
     process holds it, or if it is something else. Raises an OSError for a link or a missing path."""
-    if fcntl is None:
-        return True
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     released.callback(os.close, descriptor)
     status = os.fstat(descriptor)
@@ -214,10 +210,9 @@ def _holds(path: Path, released: ExitStack) -> bool:
 def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> None:
     """Write a file and flush it to the disk, with the mode of the file that it `replaces`."""
     with path.open("wb") as stream:
-        if os.name == "posix":
-            restrict(stream.fileno(), path.parent)
-            if replaces is not None:
-                keep_mode(replaces, stream.fileno())
+        restrict(stream.fileno(), path.parent)
+        if replaces is not None:
+            keep_mode(replaces, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -288,6 +283,31 @@ def parse_json(text: str | bytes, name: str) -> Any:
     return value
 
 
+def json_lines(path: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines, up to the first line that is no object; none if
+    the file is missing. `notes` gets a sentence on a damaged line; a last line without an end is
+    being written. Raises a UserError if the file cannot be read."""
+    if not path.exists():
+        return
+    if not path.is_file():  # reading a pipe would block
+        raise UserError(f"{quoted(str(path))} is no regular file. Give the folder of a run.")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            for count, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), ""), start=1):
+                row = None
+                if len(line) < LONGEST_LINE:
+                    with suppress(UserError):
+                        row = parse_json(line, path.name)
+                if not isinstance(row, dict):
+                    is_whole = line.endswith("\n") or len(line) == LONGEST_LINE
+                    if is_whole and notes is not None:
+                        notes.append(f"{path.name} is damaged: line {count} and on are left out.")
+                    return
+                yield {intern(key): value for key, value in row.items()}  # rows share their keys
+    except OSError as error:
+        raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
+
+
 def _text_of(path: Path, kind: str, largest: int) -> str:
     name = quoted(str(path))
     try:
@@ -327,9 +347,7 @@ def sha256_of_file(path: Path) -> str:
 def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
     """Lock a file or folder by its open descriptor, until the descriptor is closed. Several
     processes may hold a `shared` lock. Returns False if another process still holds it after
-    `wait_s` seconds. Returns True without a lock on Windows and on file systems without locks."""
-    if fcntl is None:
-        return True
+    `wait_s` seconds. Returns True without a lock on file systems without locks."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -344,10 +362,23 @@ def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
         return True
 
 
+@contextmanager
+def claimed(folder: Path, busy: str) -> Iterator[None]:
+    """Create a folder, and lock it during the context. Raises a UserError with the message `busy`
+    if another process holds the lock, a StorageError if the folder cannot be created."""
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not lock(descriptor):
+            raise UserError(busy)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_held(path: Path) -> bool:
     """Whether a process holds the file at `path`; see `lock`."""
-    if fcntl is None:
-        return False
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     except OSError:
@@ -360,8 +391,6 @@ def is_held(path: Path) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to the disk, so that a rename in it survives a power cut."""
-    if os.name != "posix":
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -137,7 +137,7 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     # pydantic adds the type that it tried, where a value may have several types.
     types = tree.get("$defs", {})
     path = [p for p in map(str, problem["loc"]) if p not in types and not re.match(r"\w+\[", p)]
-    if problem["type"] == "finite_number" and path[-1] == "float":
+    if len(path) > 1 and path[-1] in ("bool", "float", "int", "str"):
         del path[-1]
     if "discriminator" in tree:
         mapping = tree["discriminator"]["mapping"]

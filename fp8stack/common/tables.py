@@ -14,7 +14,8 @@ LONGEST_NAME = 32
 
 
 def shortened(name: str) -> str:
-    """`name`; only its end if it is longer than `LONGEST_NAME`."""
+    """`name` for a plot: printable, and only its end if it is longer than `LONGEST_NAME`."""
+    name = printable(name)
     return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
 
 

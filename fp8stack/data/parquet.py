@@ -37,7 +37,7 @@ def open_zst(file: IO[bytes]) -> Any:
 
 
 @contextmanager
-def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterator[Any]:
+def open_parquet(path: Path) -> Iterator[Any]:
     """A context with a `pyarrow.parquet.ParquetFile`. Raises a UserError if pyarrow is missing, or
     if the file cannot be read, then or later in the context."""
     try:
@@ -57,7 +57,7 @@ def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterato
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UserError(
             f"Cannot read {quoted(str(path))} as parquet: {quoted(' '.join(reason.split()))}. "
-            f"{remedy}"
+            "Write or copy it again."
         ) from error
 
 

@@ -122,6 +122,12 @@ class Backend:
         delegate.delayed, delegate.weights = self.delayed, self.weights
         self._delegates[delegate.plan.backend] = delegate
 
+    def continue_from(self, delayed: DelayedScaling) -> None:
+        """Continue with the state of delayed scaling of another model in the same recipe. Call
+        this before layers are built."""
+        for backend in (self, *self._delegates.values()):
+            backend.delayed, backend.weights = delayed, delayed.weights
+
     def fp8_linear(
         self, layer: LayerPlan, size: Size, operands: LayerOperands
     ) -> LowPrecisionLinear:

@@ -178,11 +178,13 @@ class AmaxSlots:
         return self.vectors[name]
 
     def allocate(self) -> None:
-        """Allocate the tensors of the slots that were added."""
+        """Allocate the tensors of the slots that were added. The same slots of another model keep
+        their tensors."""
         with torch.inference_mode(False):
-            self.history.extend(self.quantizers, self._members)
-            self.weight_scales = torch.ones_like(self.history.scales)
-            self.unrecorded = torch.ones_like(self.weight_scales, dtype=torch.bool)
+            if not self.history.slots:
+                self.history.extend(self.quantizers, self._members)
+                self.weight_scales = torch.ones_like(self.history.scales)
+                self.unrecorded = torch.ones_like(self.weight_scales, dtype=torch.bool)
             self._bind()
 
     def _bind(self) -> None:
@@ -214,19 +216,19 @@ class AmaxSlots:
         newest = torch.cat([rows[split:], self.history.all_recorded[None]])
         return newest.amax(dim=0), rows[max(0, split - window) : split]
 
-    def _step_state(self) -> list[Tensor]:
-        """The tensors that a training step changes in place."""
+    def step_state(self) -> list[Tensor]:
+        """The tensors that a training step changes in place, which hold the state."""
         history = self.history
         return [history.history, history.scales, history.all_recorded, self.weight_scales]
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the tensors that a training step changes, to pass to `restore`."""
-        return [tensor.clone() for tensor in self._step_state()]
+        return [tensor.clone() for tensor in self.step_state()]
 
     def restore(self, snapshot: list[Tensor], where: Tensor) -> None:
         """Restore a `snapshot` if `where`, bool and 0-dim, is true; does not synchronize with the
         device."""
-        for tensor, before in zip(self._step_state(), snapshot, strict=True):
+        for tensor, before in zip(self.step_state(), snapshot, strict=True):
             tensor.copy_(torch.where(where, before, tensor))
 
 
@@ -236,6 +238,7 @@ class DelayedScaling(AmaxSlots):
     Attributes:
         sharing: reduces the amaxes over ranks.
         weights: detects changes of the weights.
+        is_pending: whether a pass has recorded amaxes since the last update.
     """
 
     def __init__(self) -> None:
@@ -246,7 +249,7 @@ class DelayedScaling(AmaxSlots):
         # Whether the current pass records amaxes; between passes, whether the last one did.
         self._records = False
         self._outer: list[bool] = []  # `_records` before each of the nested passes that run
-        self._pending = False  # whether a pass has recorded amaxes since the last update
+        self.is_pending = False
         self._passes = 0  # the number of training passes that have begun
         # Whether a training pass has begun since the forward pass of the current backward pass.
         self._outdated = False
@@ -255,7 +258,8 @@ class DelayedScaling(AmaxSlots):
 
     def attach(self, model: nn.Module) -> None:
         """Move the state to the device of `model` and register hooks on it that update the history.
-        The training loop needs no further call."""
+        The training loop needs no further call. The state of another model with the same slots
+        continues in `model`."""
         self.allocate()
         self.sharing.slots = list(self.quantizers)
         device = next(model.parameters()).device
@@ -323,20 +327,25 @@ class DelayedScaling(AmaxSlots):
         """Load the tensors of `state_dict`. Raises what `AmaxHistory.load_state_dict` raises."""
         self.copy_amaxes_in()  # empties the buffers; the state overwrites these amaxes
         self.history.load_state_dict(state_dict)
-        self._pending = False
+        self.is_pending = False
         self.weights.mark_changed()
 
     def apply_pending_update(self) -> None:
         """Make the pending update after a backward pass instead of in the next training pass: for
         an evaluation with the newest scales, or before a checkpoint of several ranks. All ranks
         must call this."""
-        if torch.compiler.is_compiling() or self._pending:
-            self._pending = False
+        if torch.compiler.is_compiling() or self.is_pending:
+            self.is_pending = False
             self.copy_amaxes_in()
             if self.sharing.active:
                 self.history.write(reduce_amaxes(self.history.read(), self.sharing.key))
             self._replayed_update(self.history.history.device, self.history.history.data_ptr())
             self.copy_scales_out()
+
+    def note_replayed_pass(self) -> None:
+        """Called after the kernels of a training pass were replayed without its Python code."""
+        self.is_pending = True
+        self._passes += 1
 
     @torch.no_grad()
     def calibrate(self, amaxes: Mapping[str, Tensor]) -> None:
@@ -344,7 +353,7 @@ class DelayedScaling(AmaxSlots):
         precision: float32, 0-dim. All ranks must call this."""
         for slot, amax in amaxes.items():
             record_amax(self.history.recorded(slot), amax)
-        self._pending = True
+        self.is_pending = True
         self.apply_pending_update()
         self.weights.mark_changed()  # so that their scales are updated too
 
@@ -365,7 +374,7 @@ class DelayedScaling(AmaxSlots):
         self._records = trains and not on_meta
         if self._records:
             self.apply_pending_update()
-            self._pending = True
+            self.is_pending = True
             if not compiling:
                 self._passes += 1
                 self.sharing.publish_slots()

@@ -237,6 +237,11 @@ class TEDelayedScaling(DelayedScaling):
         # For slots, by name, on the device: their columns, and whether they are not of weights.
         self._columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
+    def attach(self, model: nn.Module) -> None:
+        """See `DelayedScaling.attach`."""
+        self._states = []  # of the modules of another model
+        super().attach(model)
+
     @torch.no_grad()
     def register_states(self, states: Iterable[TEState]) -> None:
         """Add states of TE modules, whose scales and amaxes are copied from now on."""

@@ -123,7 +123,7 @@ class TorchOperand(EmulatedOperand):
         ):
             self.joint_cast = rowwise_cast
         self.cached_weight: CachedWeight | None = None
-        self.shared = torch.ones(())
+        self.shared = torch.ones((), device="cpu")
         self.layer: Any = None
 
     def __getstate__(self) -> dict[str, Any]:

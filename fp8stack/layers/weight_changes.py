@@ -148,7 +148,7 @@ class WeightChanges:
     def watch(self, layers: Iterable[nn.Module]) -> None:
         """Watch the weight of each of `layers`. Without layers, only steps of torch's
         optimizers are detected."""
-        self._layers = list(layers)
+        self._layers, self.versions = list(layers), {}
 
     def attach(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch the weights of `layers` and detect their changes before each pass of `model`."""

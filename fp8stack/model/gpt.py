@@ -20,7 +20,6 @@ from fp8stack.layers.compiler import (
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
 from fp8stack.layers.kernels.kv_cache import KVCache
-from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.initial_weights import initialize
 from fp8stack.model.loss import head_loss
@@ -314,15 +313,12 @@ class GPT(nn.Module):
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD.float())).float()
         return logits_BTV[..., : self.config.vocabulary]  # without the padding
 
-    def set_fp8(self, path: str, in_fp8: bool) -> None:
-        """Switch FP8 on or off for the linear, the experts or the attention at a module path, if
-        the plan has it in FP8."""
-        module, plan = self.get_submodule(path), self.backend.plan
-        if isinstance(module, Attention):
-            module.in_fp8 = in_fp8 and plan.recipe.fp8_attention
-        elif plan.is_fp8 and plan.layer(path).fp8:
-            assert isinstance(module, LowPrecisionLayer), path
-            module.in_fp8 = in_fp8
+    def leave_fp8(self, path: str) -> None:
+        """Run the linear, the experts or the attention at a module path without FP8, if it is in
+        FP8."""
+        module: Any = self.get_submodule(path)
+        if getattr(module, "in_fp8", False):
+            module.in_fp8 = False
 
     def _mask(
         self, T: int, documents_BT: Tensor | None, cache: KVCache | None, device: torch.device

@@ -95,22 +95,18 @@ class Answer:
         least = max(
             (phase.estimates[self.checkpointing] for phase in self.phases), key=lambda e: e.floor
         )
-        needs = (
-            f"weights take {gib(least.parameters)}, gradients {gib(least.gradients)}, "
-            f"the optimizer {gib(least.optimizer)}; with all that lasts, {gib(least.floor)} "
-            f"({least.floor / 1e9:.1f} GB) before any activation"
-        )
-        ways = ["more memory", "a smaller model"]
-        if least.floor > self.memory:
-            ways += ["--optimizer adamw8bit"] * (self.run["optimizer"] != "adamw8bit")
-        else:
-            ways += ["a shorter --context"]
-            ways += ["--activation-checkpointing block"] * (self.checkpointing != "block")
-        shards = self.run.get("parallel") == "fsdp"
-        ways += ["more --ranks" if shards else "shards of the model: --ranks N --parallel fsdp"]
+        is_set = {
+            "--optimizer adamw8bit": self.run["optimizer"] == "adamw8bit",
+            "a shorter --context": least.floor > self.memory,
+            "--activation-checkpointing block": self.checkpointing == "block",
+        }
+        ways = [way for way, skip in is_set.items() if not skip]
         return (
-            f"No batch fits into {gib(self.memory)}: {needs}. Use {', '.join(ways[:-1])}, or "
-            f"{ways[-1]}."
+            f"No batch fits into {gib(self.memory)}: weights take {gib(least.parameters)}, "
+            f"gradients {gib(least.gradients)}, the optimizer {gib(least.optimizer)}; with all "
+            f"that lasts, {gib(least.floor)} ({least.floor / 1e9:.1f} GB) before any activation. "
+            f"Use more memory, a smaller model, {', '.join([*ways, 'or more'])} --ranks with "
+            "--parallel fsdp, which shares the model out."
         )
 
 
@@ -120,15 +116,12 @@ def memory_of(hardware: Hardware) -> tuple[int | None, str]:
         return round(hardware.memory_gib * 2**30), hardware.name or "this machine"
     if hardware.capability is None:
         return None, ""
-    named = find_gpu(hardware.name)
-    gpu = named or gpu_of_capability(hardware.capability)
+    gpu, stands = find_gpu(hardware.name), ""
     if gpu is None:
-        return None, ""
-    if named is not None:
-        return named.memory_gb * 10**9, named.name
-    capability = "{}.{}".format(*hardware.capability)
-    stands = f"{gpu.name}, which stands for compute capability {capability}; others: --memory"
-    return gpu.memory_gb * 10**9, stands
+        gpu = gpu_of_capability(hardware.capability)
+        capability = "{}.{}".format(*hardware.capability)
+        stands = f", which stands for compute capability {capability}; others: --memory"
+    return (None, "") if gpu is None else (gpu.memory_gb * 10**9, f"{gpu.name}{stands}")
 
 
 def as_json(answer: Answer) -> dict[str, Any]:

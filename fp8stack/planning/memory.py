@@ -7,22 +7,19 @@ shapes of its parameters.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
 from fp8stack.layers.backend import DTYPES
-from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8
-from fp8stack.layers.operands import LayerOperands
-from fp8stack.layers.torch import TorchOperand
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
-from fp8stack.planning.run_config import OptimizerName
-from fp8stack.planning.trace import Trace, trace
-from fp8stack.precision import LayerPlan, Plan
+from fp8stack.planning.planned_layers import weight_bytes
+from fp8stack.planning.run_keys import OptimizerName
+from fp8stack.planning.trace import Trace, section_of, trace
+from fp8stack.precision import Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -79,10 +76,9 @@ class Estimate:
     Attributes:
         gradients_stay: whether gradients exist during a forward pass, as they do from a step's
             second micro-batch on, and always with DDP's buckets.
-        head_gradient: the gradient that a backward pass computes first.
-        late_gradients: the gradients that it computes last, of the first block and an untied
-            embedding.
         first_block: saved by the first block until the end of the backward pass.
+        late_gradients: the gradients that a backward pass computes last, of the first block and an
+            untied embedding.
         loss_workspace: temporary memory of the loss.
         block_workspace: temporary memory of a block's backward pass, including, with checkpointing,
             what the block recomputes.
@@ -98,9 +94,8 @@ class Estimate:
     activations: int
     loss: int
     gradients_stay: bool
-    head_gradient: int
-    late_gradients: int
     first_block: int
+    late_gradients: int
     loss_workspace: int
     block_workspace: int
 
@@ -133,14 +128,13 @@ class Estimate:
         """The peak of a step after the first.
 
         A backward pass frees what was saved while it makes gradients, block by block, so the most
-        is at the loss, or in the last block, or in the first one, or with all gradients.
+        is at the loss, or in the last block, or in the first one.
         """
-        at_loss = self.saved + self.loss_workspace
-        in_last = self.saved - self.loss + max(self.head_gradient, self.block_workspace)
-        if self.gradients_stay:
-            return self.lasting + self.gradients + max(at_loss, in_last)
-        in_last = self.saved - self.loss + self.head_gradient + self.block_workspace
-        in_first = self.first_block + self.block_workspace + self.gradients - self.late_gradients
+        earlier = self.gradients if self.gradients_stay else 0
+        at_loss = self.saved + self.loss_workspace + earlier
+        in_last = self.saved - self.loss + self.block_workspace + earlier
+        in_first = self.first_block + self.block_workspace
+        in_first += self.gradients - (0 if self.gradients_stay else self.late_gradients)
         return self.lasting + max(at_loss, in_last, in_first, self.gradients)
 
 
@@ -150,37 +144,46 @@ def estimate(setting: Setting) -> Estimate:
     Not in it: the allocator's rounding and unused blocks, the CUDA context, workspaces of
     libraries, data and the program itself.
     """
-    config, plan = setting.config, setting.plan
+    config, plan, shares_out = setting.config, setting.plan, setting.shares_out
     shapes = config.parameter_shapes(plan.layer("lm_head").out_features)
-    shards = sharded(shapes, setting.ranks) if setting.shares_out else shapes
+    ranks = setting.ranks if shares_out else 1
+    shards = sharded(shapes, ranks)
     parameters = float_bytes(shards)
-    size = setting.sequences, setting.context
-    traced = trace(config, plan, *size, gathers=setting.shares_out)
-    kinds = [_block(setting, traced, f"blocks.{place}") for place in range(len(traced.kinds))]
-    blocks = [kind for kind, indices in zip(kinds, traced.kinds, strict=True) for _ in indices]
-    first_block = {name: shape for name, shape in shards.items() if name.startswith("blocks.0.")}
-    embedding = float_bytes({"": shards["embedding.weight"]})
+    traced = trace(config, plan, setting.sequences, setting.context)
+    cached, copied = 0, Counter[str]()
+    for layer in plan.layers:
+        of_step, of_micro_batch = weight_bytes(plan, layer)
+        if shares_out:
+            # FSDP2 gathers most weights in low precision and frees them. Of others, each
+            # micro-batch saves a copy.
+            is_emulated = layer.quantizers is not None and plan.backend_of(layer) == "emulate"
+            saves = is_emulated or layer.groups or layer.plain_gemms
+            of_step, of_micro_batch = 0, of_micro_batch + of_step // 2 if saves else 0
+        cached += of_step
+        copied[section_of(layer.name)] += of_micro_batch
+    blocks = {
+        index: _block(setting, traced, f"blocks.{place}", copied[f"blocks.{index}"])
+        for place, kind in enumerate(traced.kinds)
+        for index in kind
+    }
+    late = ("blocks.0.",) if config.tied else ("blocks.0.", "embedding.")
+    last_gradients = {name: shape for name, shape in shards.items() if name.startswith(late)}
     return Estimate(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_bytes(
-            shapes,
-            setting.optimizer,
-            setting.momentum,
-            setting.ranks if setting.shares_out else 1,
-        ),
-        fp8_weights=0 if setting.shares_out else traced.fp8_weights,
+        optimizer=optimizer_bytes(shapes, setting.optimizer, setting.momentum, ranks),
+        fp8_weights=cached,
         buffers=_buffers(config, plan),
-        gathered=_gathered(setting, shapes) if setting.shares_out else 0,
-        weight_copies=sum(x.weight_copies for x in blocks) + traced.weight_copies["loss"],
-        activations=sum(block.activations for block in blocks) + traced.activations[""],
-        loss=traced.activations["loss"],
+        gathered=_gathered(plan, shapes) if shares_out else 0,
+        weight_copies=sum(block.weight_copies for block in blocks.values()) + copied["loss"],
+        activations=sum(block.activations for block in blocks.values()) + traced.saved[""],
+        loss=traced.saved["loss"],
         gradients_stay=setting.micro_batches > 1 or setting.ranks > 1,
-        head_gradient=embedding,  # of the same shape
-        late_gradients=float_bytes(first_block) + (0 if config.tied else embedding),
-        first_block=kinds[0].activations + kinds[0].weight_copies,
+        first_block=blocks[0].activations + blocks[0].weight_copies,
+        late_gradients=float_bytes(last_gradients),
         loss_workspace=_loss_workspace(setting),
-        block_workspace=max(kind.recomputed for kind in kinds) + _block_workspace(setting),
+        block_workspace=max(block.recomputed for block in blocks.values())
+        + _block_workspace(setting),
     )
 
 
@@ -193,124 +196,79 @@ class _Block(NamedTuple):
     recomputed: int = 0
 
 
-def _block(setting: Setting, traced: Trace, block: str) -> _Block:
+def _block(setting: Setting, traced: Trace, section: str, weight_copies: int) -> _Block:
     """A traced block: with checkpointing it saves its input, and with "selective" also the outputs
     of its GEMMs and attention."""
-    activations, weight_copies = traced.activations[block], traced.weight_copies[block]
+    activations = traced.saved[section]
     if setting.checkpointing == "none":
         return _Block(activations, weight_copies)
     element = DTYPES[setting.plan.recipe.residual].itemsize
     residual = element * setting.sequences * setting.context * setting.config.width
-    outputs = traced.selective(block) if setting.checkpointing == "selective" else 0
+    outputs = traced.selective[section] if setting.checkpointing == "selective" else 0
     recomputed = max(activations + weight_copies - outputs, 0)
     return _Block(residual + outputs, recomputed=recomputed)
 
 
 def _loss_workspace(setting: Setting) -> int:
-    """Temporary memory of the loss: logits in the forward pass, and in the backward pass the
-    gradients of the log-probabilities and of the logits, float32, of a chunk at most; or the casts
-    of the gradient of an FP8 head's logits."""
-    plan, layer = setting.plan, setting.plan.layer("lm_head")
-    vocabulary, padded = setting.config.vocabulary, layer.out_features
-    rows, chunk = setting.sequences * setting.context, losses.chunk_rows(vocabulary)
-    c = DTYPES[plan.compute_dtype].itemsize
+    """Temporary memory of the loss: two float32 tensors of the size of the logits, or with a loss
+    in chunks three of a chunk, and the gradient of all logits in the compute dtype."""
+    vocabulary = setting.plan.layer("lm_head").out_features
+    rows, chunk = setting.sequences * setting.context, losses.chunk_rows(setting.config.vocabulary)
     if rows <= chunk:
-        forth = c * padded + (4 * padded if c < 4 else 0)
-        forth += 4 * vocabulary if padded > vocabulary else 0
-        return rows * max(forth, 2 * 4 * vocabulary)
-    # One chunk's log-probabilities besides, and where the head ran over all rows, the gradients of
-    # their logits; in float32, the chunk's own is counted already.
-    gradients = c * (rows if c < FLOAT else rows - chunk if layer.fp8 else 0) * padded
-    softmax = 3 * FLOAT * chunk * vocabulary
-    casts = _gradient_casts(plan, layer) * rows * padded if layer.fp8 else 0
-    return max(gradients + softmax, casts)
-
-
-def _gradient_casts(plan: Plan, layer: LayerPlan) -> int:
-    """The bytes per element of both copies of a layer's quantized output gradient."""
-    assert layer.quantizers is not None
-    turned = layer.quantizers.reuses_rowwise("grad_output")
-    if plan.backend_of(layer) == "emulate":
-        rounds = plan.compute_dtype != "fp32"  # in blocks two layouts and a float32 source
-        return FLOAT * (1 if turned else 2 + rounds)
-    return 2
+        return 2 * FLOAT * rows * vocabulary
+    element = DTYPES[setting.plan.compute_dtype].itemsize
+    gradient = element * rows * vocabulary if element < FLOAT else 0
+    return gradient + 3 * FLOAT * chunk * vocabulary
 
 
 def _block_workspace(setting: Setting) -> int:
     """Temporary memory of a block's backward pass, most of it in the MLP: the gradients before and
-    after its activation or, by then, the emulator's float32 casts of a gradient (in blocks a source
-    and two layouts); and two gradients of the residual stream, float32. Experts have as many rows
-    as tokens times experts per token; by then the float32 gradients of their outputs are freed."""
-    plan, c = setting.plan, DTYPES[setting.plan.compute_dtype].itemsize
-    copies = [0]
-    for layer in plan.layers:
-        if layer.quantizers is not None and plan.backend_of(layer) == "emulate":
-            copies.append(1 if layer.quantizers.reuses_rowwise("grad_output") else 3)
-    largest = 0
+    after its activation or, by then, the emulator's float32 casts of a gradient, three if its
+    copies differ; and two float32 gradients of the residual stream. Experts have as many rows as
+    tokens times experts per token."""
+    plan = setting.plan
+    element, largest = DTYPES[plan.compute_dtype].itemsize, 0
     for up in plan.layers:
         path, _, name = up.name.rpartition(".")
         if name == "up":
-            inner = plan.layer(f"{path}.down").in_features
-            gradients = max(c * (up.out_features + inner), 4 * max(copies) * up.out_features)
-            largest = max(largest, round(up.active * (up.groups or 1)) * gradients)
-    return setting.sequences * setting.context * (largest + 2 * 4 * setting.config.width)
+            size = element * (up.out_features + plan.layer(f"{path}.down").in_features)
+            if up.quantizers is not None and plan.backend_of(up) == "emulate":
+                copies = 1 if up.quantizers.reuses_rowwise("grad_output") else 3
+                size = max(size, FLOAT * copies * up.out_features)
+            largest = max(largest, round(up.active * (up.groups or 1) * size))
+    return setting.sequences * setting.context * (largest + 2 * FLOAT * setting.config.width)
 
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:
-    """Delayed scaling: for each quantizer a history as long as the longest, four float32 (its
-    scale, target, amax, and the scale of the pass before), two bools, and two places, int64; and a
-    flag. Stochastic rounding: a count for each layer, int64. RoPE: a cosine and a sine for each
-    token of the model's context and element of a head. Experts: biases that balance their load, and
-    for each router the tokens of each expert, int64, and a loss."""
-    total, lengths = float_bytes(config.buffer_shapes()), []
-    if config.experts is not None:
-        total += len(config.routers) * (8 * config.experts.count + FLOAT)
-    for layer in plan.layers:
-        if layer.quantizers is not None:
-            total += 8 * layer.quantizers.stochastic
-            casts = layer.quantizers.casts.values()
-            lengths += [q.history_length for q in casts if q.delayed] * (layer.groups or 1)
-    slots = plan.recipe.attention_slots.values()
-    lengths += config.layers * [quantizer.history_length for quantizer in slots]
-    if lengths:
-        total += len(lengths) * (4 * (max(lengths) + 4) + 2 + 2 * 8) + 1
+    """Delayed scaling has a history for each quantizer, as long as the longest, and a few numbers
+    beside it. RoPE has a cosine and a sine for each token of the context and element of a head."""
+    lengths = [
+        quantizer.history_length
+        for layer in plan.layers
+        if layer.quantizers is not None
+        for quantizer in layer.quantizers.casts.values()
+        for _ in range(layer.groups or 1)
+        if quantizer.delayed
+    ]
+    total = FLOAT * len(lengths) * max(lengths, default=0)
     if config.positions == "rope":
-        total += 2 * 4 * config.context * config.head_dim
+        total += 2 * FLOAT * config.context * config.head_dim
     return total
 
 
-def _gathered(setting: Setting, shapes: Shapes) -> int:
+def _gathered(plan: Plan, shapes: Shapes) -> int:
     """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
-    time; the whole gradients of the head and of a block exist until they are summed over ranks, the
-    head's with the root's at the end of the pass. The last block is as large as any."""
-    block = f"blocks.{setting.config.layers - 1}."
-    root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
-    last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
-    in_root, in_last = float_bytes(root), float_bytes(last)
-    for layer in setting.plan.layers:
-        if layer.name.startswith(block):
-            in_last -= _saved_by_gathering(setting, layer)
-        elif layer.name == "lm_head" and not setting.config.tied:
-            in_root -= _saved_by_gathering(setting, layer)
-    head = float_bytes({"": shapes["embedding.weight"]})  # of the same shape
-    return in_root + head + 2 * in_last + float_bytes(last)
-
-
-def _saved_by_gathering(setting: Setting, layer: LayerPlan) -> int:
-    """The bytes of a layer's float32 weight less those of the weight as FSDP2 gathers it."""
-    if layer.groups:
-        return 0
-    elements = layer.in_features * layer.out_features
-    if layer.quantizers is None:
-        in_float32 = layer.precision in ("fp32", "tf32")  # a router's
-        dtype = torch.float32 if in_float32 else DTYPES[setting.plan.compute_dtype]
-        return (FLOAT - dtype.itemsize) * elements
-    if setting.plan.backend_of(layer) != "torch":
-        return 0
-    operand = TorchOperand("weight", LayerOperands(layer.quantizers), layer.plain_gemms)
-    if not is_gathered_in_fp8(operand, layer.out_features, setting.ranks):
-        return 0
-    return FLOAT * elements - gathered_bytes(operand, layer.out_features, layer.in_features)
+    time; the whole gradients of the head and of a block exist until they are summed over ranks.
+    Linears are gathered in the compute dtype at most."""
+    element = DTYPES[plan.compute_dtype].itemsize
+    linears = {f"{layer.name}.weight" for layer in plan.layers if not layer.groups}
+    gathered, gradients = Counter[str](), Counter[str]()
+    for name, shape in shapes.items():
+        gradients[section_of(name)] += FLOAT * math.prod(shape)
+        gathered[section_of(name)] += (element if name in linears else FLOAT) * math.prod(shape)
+    largest = max(gradients, key=lambda section: gradients[section] * section.startswith("blocks."))
+    head = FLOAT * math.prod(shapes["embedding.weight"])  # of the same shape
+    return gathered[""] + head + 2 * gathered[largest] + gradients[largest]
 
 
 # Parameters and optimizer state

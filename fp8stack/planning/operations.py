@@ -8,21 +8,17 @@ rounds to TF32; "e4m3 in fp32" are values of FP8 held in float32, the emulator's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Literal
 
-from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
+from fp8stack.common.formats import Quantizer
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.steps import TracedStep
+from fp8stack.planning.steps import GRADIENT, Cast, Operation
 from fp8stack.planning.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
-from fp8stack.precision.native_gemms import (
-    SCALED_AFTERWARDS,
-    kernels_of,
-)
+from fp8stack.precision.native_gemms import SCALED_AFTERWARDS, kernels_of
 
 IN_COMPUTE_DTYPE = {
     "fprop": "the GEMM of a linear's forward pass, y = x w^T: where the time goes",
@@ -64,48 +60,6 @@ OPTIMIZERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """An operation of one module; the backward pass of all but linears has the same dtypes.
-
-    Attributes:
-        path: of the module; "step" for operations that run once per optimizer step.
-        name: see `IN_COMPUTE_DTYPE` and `IN_FP32`.
-        operands: the dtypes of the operands.
-        adds_in: the dtype of accumulation; "" if there is none.
-        output: the dtype of the result.
-        why: the reason for these dtypes, if there is one to give.
-    """
-
-    path: str
-    name: str
-    operands: tuple[str, ...]
-    adds_in: str
-    output: str
-    why: str = ""
-
-
-GRADIENT = ", gradient"
-"""The suffix of a tensor's name where its gradient is cast back."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cast:
-    """One tensor cast by the module at `path`, once per micro-batch or once per optimizer step."""
-
-    path: str
-    what: str
-    source: str
-    target: str
-    runs: Literal["forward", "backward"] = "forward"
-    per: Literal["micro-batch", "step"] = "micro-batch"
-
-    @property
-    def to_fp8(self) -> bool:
-        """Whether the target is FP8, FP6 or FP4."""
-        return self.target.split(" ")[0] in ELEMENT_FORMATS
-
-
 def stored_dtype(dtype: str) -> str:
     """The dtype in which tensors are stored: float32 for TF32."""
     return "fp32" if dtype == "tf32" else dtype
@@ -123,7 +77,8 @@ def operations_of(
         grad_compression: of the run.
     """
     steps = trace_of(config, plan).all_steps()
-    operations = [x for step in steps for x in _operations(step, config, plan)]
+    traced = [step for step in steps if isinstance(step, Operation)]
+    operations = [x for step in traced for x in _operations(step, config, plan)]
     return [*operations, *_step(plan, optimizer, grad_compression)]
 
 
@@ -133,14 +88,13 @@ def trace_of(config: GPTConfig, plan: Plan) -> Trace:
     return trace(config, plan, sequences=128 // context, context=context)
 
 
-def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
+def _operations(step: Operation, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
     """Yield the operations of a traced step."""
     path, name, operands, output = step.path, step.name, step.operands, step.output
     recipe = plan.recipe
     reason = IN_FP32.get(name, "")
     if name == "linear":
         yield from _linear(config, plan, path)
-    if name in ("linear", "cast"):
         return
     if name == "attention":
         operands, output, reason = (plan.attention,) * 3, stored_dtype(plan.attention), ""
@@ -263,8 +217,8 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
     casts: list[Cast] = []
     for path, group in groupby(trace_of(config, plan).all_steps(), key=attrgetter("path")):
         steps = list(group)
-        names = {step.name for step in steps}
-        of_module = [x for step in steps if step.name == "cast" for x in _forth_and_back(step)]
+        names = {step.name for step in steps if isinstance(step, Operation)}
+        of_module = [step for step in steps if isinstance(step, Cast)]
         if "linear" in names:
             of_module += _quantized(plan, path)
             if plan.layer(path).fp8:  # the bias is cast after the operands
@@ -281,40 +235,31 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
 
 
 def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
-    """Yield the casts of attention in FP8: of its operands, in blocks along a head's elements and
-    along tokens if there are two copies, and within the kernel, from float32."""
-    kind, inputs = FP8_ATTENTION[plan.recipe.attention], ["queries", "keys", "values"]
-    by_slot = {"S": ["softmax"], "O": ["output"], "dP": [f"softmax{GRADIENT}"]}
-    by_slot["dQKV"] = [f"{name}{GRADIENT}" for name in inputs]
-    copies = ("", ", along tokens")[: kind.copies]
-    operands = [*inputs, f"output{GRADIENT}"]
-    casts = [(f"{name}{copy}", plan.attention) for name in operands for copy in copies]
-    casts += [(name, "fp32") for slot in kind.slots for name in by_slot.get(slot, ())]
-    for name, source in sorted(casts, key=lambda cast: GRADIENT in cast[0]):
-        back = GRADIENT in name
-        yield Cast(
-            path=path,
-            what=name,
-            source=source,
-            target=kind.gradient_format if back else "e4m3",
-            runs="backward" if back else "forward",
-        )
-
-
-def _forth_and_back(step: TracedStep) -> Iterator[Cast]:
-    """Yield a traced cast, and the cast of its gradient."""
-    (source,), target = step.operands, step.output
-    yield Cast(path=step.path, what=step.tensor, source=source, target=target)
-    if step.back:
-        name = step.tensor + GRADIENT
-        yield Cast(path=step.path, what=name, source=target, target=source, runs="backward")
+    """Yield the casts of the operands of attention in FP8; its kernel casts more within."""
+    kind = FP8_ATTENTION[plan.recipe.attention]
+    for name in ("queries", "keys", "values"):
+        yield Cast(path=path, what=name, source=plan.attention, target="e4m3")
+    yield Cast(
+        path=path,
+        what=f"output{GRADIENT}",
+        source=plan.attention,
+        target=kind.gradient_format,
+        runs="backward",
+    )
 
 
 def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
     """Yield the casts of a quantized linear's operands to FP8, FP6 or FP4, and the cast of a weight
     without a quantizer to the compute dtype."""
     layer, dtype = plan.layer(path), stored_dtype(plan.compute_dtype)
-    plain = [gemm for gemm in ("fprop", "dgrad") if _casts_plain_weight(plan, layer, gemm)]
+    plain = [
+        gemm
+        for gemm in ("fprop", "dgrad")
+        if layer.quantizers is not None
+        and gemm in layer.plain_gemms
+        and layer.quantizers.gemms[gemm][1] is None
+        and operands_of(plan, layer, gemm)[1] != "fp32"
+    ]
     if plain:
         name = "weight" if len(plain) == 2 else f"weight for {plain[0]}"
         yield Cast(path=path, what=name, source="fp32", target=dtype, per="step")
@@ -332,10 +277,3 @@ def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
             # te and torch keep a quantized weight until an optimizer changes it.
             per="step" if is_weight and plan.backend_of(layer) != "emulate" else "micro-batch",
         )
-
-
-def _casts_plain_weight(plan: Plan, layer: LayerPlan, gemm: str) -> bool:
-    """Whether a GEMM of a quantized layer takes the weight without a quantizer, rounded."""
-    if layer.quantizers is None or gemm not in layer.plain_gemms:
-        return False
-    return layer.quantizers.gemms[gemm][1] is None and operands_of(plan, layer, gemm)[1] != "fp32"

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from operator import attrgetter
+from typing import Any, Literal, TypeVar
 
 from fp8stack.common.formats import ELEMENT_FORMATS
 from fp8stack.common.quantizer_table import Quantizers
-from fp8stack.common.tables import aligned
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.operations import (
-    GRADIENT,
-    IN_COMPUTE_DTYPE,
-    IN_FP32,
-    Cast,
-    Operation,
-    casts_of,
-    operations_of,
-)
+from fp8stack.planning.operations import IN_COMPUTE_DTYPE, IN_FP32, casts_of, operations_of
 from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.steps import GRADIENT, Cast, Operation
 from fp8stack.planning.tensor_core_sizes import size_notes
 from fp8stack.precision import Plan
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 HEADINGS = ("layer", "operation", "operands", "accumulates in", "output", "why")
 _BLOCK = re.compile(r"blocks\.(\d+)")
+_Item = TypeVar("_Item", Operation, Cast)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +47,7 @@ class PrecisionTable:
 
 def make_table(config: GPTConfig, plan: Plan, run: RunConfig, machine: str) -> PrecisionTable:
     """The table of a run of a model with this plan, whose layers have been decided."""
-    tokens = run.batch // run.accumulate * (run.context or config.context)
-    notes, checkpointing = size_notes(config, plan, tokens), run.activation_checkpointing
+    notes, checkpointing = size_notes(config, plan), run.activation_checkpointing
     if checkpointing != "none":
         but = ", GEMMs and attention left out" if checkpointing == "selective" else ""
         again = "runs the blocks' forward operations and casts once more"
@@ -93,31 +83,31 @@ def as_json(table: PrecisionTable) -> dict[str, Any]:
     }
 
 
+def rows_of(operations: Sequence[Operation]) -> list[tuple[str, ...]]:
+    """The operations as rows under `HEADINGS`; blocks that are alike are merged, `blocks.0-11`, and
+    so are operations of one layer that differ in their names alone."""
+    merged: list[Operation] = []
+    for operation in _merged_blocks(operations):
+        last = merged[-1] if merged else None
+        if last is not None and replace(last, name=operation.name) == operation:
+            merged[-1] = replace(last, name=f"{last.name}, {operation.name}")
+        else:
+            merged.append(operation)
+    return [
+        (x.path or "model", x.name, " x ".join(x.operands), x.adds_in, x.output, x.why)
+        for x in merged
+    ]
+
+
 def as_lines(table: PrecisionTable) -> list[str]:
     """The lines below the operations: casts, quantizers and notes."""
     lines = [_counts(table, "micro-batch")]
     if table.accumulate > 1 or any(cast.per == "step" for cast in table.casts):
         lines.append(_counts(table, "step"))
-    lines += [*_where(table.casts), *_quantizers(table.plan)]
+    for path, casts in groupby(_merged_blocks(table.casts), key=attrgetter("path")):
+        lines.append(f"  {path}: {'; '.join(_phrases(list(casts)))}")
+    lines += _quantizers(table.plan)
     return lines + [f"note: {note}" for note in table.notes]
-
-
-def _quantizers(plan: Plan) -> list[str]:
-    """A line for each table of quantizers that layers have: their formats, blocks, scales and
-    rounding."""
-    precisions: dict[Quantizers, list[str]] = {}
-    for layer in plan.layers:
-        if layer.quantizers is not None:
-            precisions.setdefault(layer.quantizers, []).append(layer.precision)
-    lines = []
-    for quantizers, names in precisions.items():
-        places: dict[str, list[str]] = {}
-        for place, quantizer in quantizers.each.items():
-            if place in quantizers.casts:
-                places.setdefault(str(quantizer), []).append(place)
-        phrases = [f"{', '.join(of_rules)}: {rules}" for rules, of_rules in places.items()]
-        lines.append(f"quantizers of {', '.join(dict.fromkeys(names))}: {'; '.join(phrases)}")
-    return lines
 
 
 def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
@@ -134,55 +124,45 @@ def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
     return f"casts per {unit}: {to_fp8} tensors to {low}, {between} between other dtypes"
 
 
-def _where(casts: Sequence[Cast]) -> list[str]:
-    """A line for the casts of each layer; equal lines of several blocks are merged."""
-    layers: dict[str, list[Cast]] = {}
-    for cast in casts:
-        layers.setdefault(cast.path, []).append(cast)
-    lines: dict[tuple[str, str], list[int]] = {}
-    for path, of_layer in layers.items():
-        lines.setdefault((_star(path), "; ".join(_phrases(of_layer))), []).append(_block(path))
-    return [f"  {_unstar(path, blocks)}: {line}" for (path, line), blocks in lines.items()]
-
-
-def _phrases(casts: Sequence[Cast]) -> list[str]:
+def _phrases(casts: Sequence[Cast]) -> Iterator[str]:
+    """Yield a phrase for each tensor that is cast, which names its gradient's cast too."""
     tensors = {(cast.what, cast.source, cast.target) for cast in casts}
-    gradients = {(name + GRADIENT, target, source) for name, source, target in tensors}
-    phrases = []
     for cast in casts:
-        if (cast.what, cast.source, cast.target) in gradients:
+        tensor = cast.what.removesuffix(GRADIENT)
+        if tensor != cast.what and (tensor, cast.target, cast.source) in tensors:
             continue  # the phrase of the tensor names it
         mirrored = (cast.what + GRADIENT, cast.target, cast.source) in tensors
         back = " and its gradient back" if mirrored else ""
         once = ", once per optimizer step" if cast.per == "step" else ""
-        phrases.append(f"{cast.what} {cast.source} -> {cast.target}{back}{once}")
-    return phrases
+        yield f"{cast.what} {cast.source} -> {cast.target}{back}{once}"
 
 
-def rows_of(operations: Sequence[Operation]) -> list[tuple[str, ...]]:
-    """The operations as rows under `HEADINGS`; blocks that are alike are merged, `blocks.0-11`, and
-    so are operations of one layer that differ in their names alone."""
-    merged: list[Operation] = []
-    for operation in _grouped(operations):
-        last = merged[-1] if merged else None
-        if last is not None and replace(last, name=operation.name) == operation:
-            merged[-1] = replace(last, name=f"{last.name}, {operation.name}")
-        else:
-            merged.append(operation)
-    return [
-        (x.path or "model", x.name, " x ".join(x.operands), x.adds_in, x.output, x.why)
-        for x in merged
-    ]
+def _quantizers(plan: Plan) -> Iterator[str]:
+    """Yield a line for each table of quantizers that layers have: their formats, blocks, scales and
+    rounding."""
+    precisions: dict[Quantizers, dict[str, None]] = {}
+    for layer in plan.layers:
+        if layer.quantizers is not None:
+            precisions.setdefault(layer.quantizers, {})[layer.precision] = None
+    for quantizers, names in precisions.items():
+        places: dict[str, list[str]] = {}
+        for place, quantizer in quantizers.casts.items():
+            places.setdefault(str(quantizer), []).append(place)
+        phrases = [f"{', '.join(of_rules)}: {rules}" for rules, of_rules in places.items()]
+        yield f"quantizers of {', '.join(names)}: {'; '.join(phrases)}"
 
 
-def _grouped(operations: Sequence[Operation]) -> list[Operation]:
-    """Merge blocks whose operations are the same, in the place of the first of them."""
-    groups: dict[tuple[Operation, ...], list[int]] = {}
-    for block, of_block in groupby(operations, key=lambda x: _block(x.path)):
-        starred = tuple(replace(x, path=_star(x.path)) for x in of_block)
+def _merged_blocks(items: Sequence[_Item]) -> list[_Item]:
+    """Merge blocks whose operations or casts are the same, in the place of the first of them."""
+    groups: dict[tuple[_Item, ...], list[int]] = {}
+    for block, of_block in groupby(items, key=lambda item: _block(item.path)):
+        starred = tuple(replace(item, path=_BLOCK.sub("blocks.*", item.path)) for item in of_block)
         groups.setdefault(starred, []).append(block)
-    merged = groups.items()
-    return [replace(x, path=_unstar(x.path, blocks)) for group, blocks in merged for x in group]
+    return [
+        replace(item, path=item.path.replace("*", _ranges(blocks)))
+        for group, blocks in groups.items()
+        for item in group
+    ]
 
 
 def _block(path: str) -> int:
@@ -191,61 +171,12 @@ def _block(path: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _star(path: str) -> str:
-    """`blocks.*.mlp` of the MLP of any block."""
-    return _BLOCK.sub("blocks.*", path)
-
-
-def _unstar(path: str, blocks: Sequence[int]) -> str:
-    """`blocks.0-3,5.mlp` of `blocks.*.mlp` and the blocks 0, 1, 2, 3 and 5."""
-    runs: list[list[int]] = []
+def _ranges(blocks: Sequence[int]) -> str:
+    """`0-3,5` of the blocks 0, 1, 2, 3 and 5."""
+    ranges: list[list[int]] = []
     for block in blocks:
-        if runs and block == runs[-1][-1] + 1:
-            runs[-1][1:] = [block]
+        if ranges and block == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [block]
         else:
-            runs.append([block])
-    return path.replace("*", ",".join("-".join(map(str, run)) for run in runs))
-
-
-def text_rows(table: PrecisionTable) -> list[str]:
-    """The operations as lines of text, in columns."""
-    return aligned([HEADINGS, *rows_of(table.operations)])
-
-
-WIDE = 140
-"""Columns of a terminal from which the table has room for reasons and whole names."""
-
-
-def rich_table(table: PrecisionTable, width: int) -> Table:
-    """The operations as a table for a terminal of so many columns; in a narrow terminal, layers are
-    named within their block, and `reasons_of` replaces the last column."""
-    from rich.table import Table
-
-    is_wide = width >= WIDE
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in HEADINGS if is_wide else HEADINGS[:-1]:
-        grid.add_column(heading, no_wrap=heading == "layer", overflow="fold")
-    shown_block = ""
-    for layer, *cells, reason in rows_of(table.operations):
-        if is_wide:
-            grid.add_row(layer, *cells, reason)
-            continue
-        match = _SHOWN_BLOCK.match(layer)
-        if match and match[0] != shown_block:
-            grid.add_row(match[0])
-        shown_block = match[0] if match else ""
-        inner = layer.removeprefix(shown_block).removeprefix(".") or "block"
-        grid.add_row(f"  {inner}" if match else layer, *cells)
-    return grid
-
-
-_SHOWN_BLOCK = re.compile(r"blocks\.[\d,-]+")
-
-
-def reasons_of(table: PrecisionTable) -> list[str]:
-    """The reasons for the operations' dtypes, each once."""
-    reasons: dict[str, list[str]] = {}
-    for layer, name, *_, reason in rows_of(table.operations):
-        if reason:
-            reasons.setdefault(reason, []).append(layer if layer == "lm_head" else name)
-    return [f"{', '.join(dict.fromkeys(names))}: {x}" for x, names in reasons.items()]
+            ranges.append([block])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)

@@ -20,9 +20,8 @@ from fp8stack.common.io import parse_json
 from fp8stack.common.tables import markdown
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import Recompute
-from fp8stack.planning.meta import kinds_of
-from fp8stack.planning.trace import Trace, trace
-from fp8stack.planning.tracer import Rate, Slice
+from fp8stack.planning.roofline_trace import OperatorTrace, Rate, Slice, trace_operators
+from fp8stack.planning.trace import kinds_of
 from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.gpus import Gpu, find_gpu
@@ -60,7 +59,7 @@ _Kernel = tuple[int, int]
 in it if that multiplies, else -1."""
 
 
-def ideal_work(traced: Trace) -> Iterator[KernelWork]:
+def ideal_work(traced: OperatorTrace) -> Iterator[KernelWork]:
     """The work of a traced pass on an ideal GPU.
 
     Each GEMM and each attention is a kernel. All operators that wait for equally many of them, one
@@ -120,7 +119,7 @@ def ideal_work(traced: Trace) -> Iterator[KernelWork]:
             yield KernelWork(category=category, moved=size, **multiplied)
 
 
-def _kernels(traced: Trace) -> list[_Kernel]:
+def _kernels(traced: OperatorTrace) -> list[_Kernel]:
     """The kernel that each operator runs in."""
     waits: dict[int, int] = {}  # kernels to wait for, by value
     kernels: list[_Kernel] = []
@@ -132,7 +131,7 @@ def _kernels(traced: Trace) -> list[_Kernel]:
     return kernels
 
 
-def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
+def _categories(traced: OperatorTrace, writer: Mapping[int, int]) -> list[str]:
     """The category, among `PARTS`, of each operator. Casts are operators on weights before the
     first layer, and operators of linears other than GEMMs, except sums and the rounding of
     activations and their gradients to two bytes."""
@@ -171,7 +170,7 @@ def traced_work(
     traces += [(len(kind) - 1, tuple(sorted((*firsts, kind[0])))) for kind in kinds if kind[1:]]
     for times, blocks in traces:
         sizes = config, plan, batch, context
-        traced = trace(*sizes, blocks=blocks, backward=backward)
+        traced = trace_operators(*sizes, blocks=blocks, backward=backward)
         yield from ((times, work) for work in ideal_work(traced))
 
 

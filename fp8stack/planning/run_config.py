@@ -8,18 +8,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted, unknown
@@ -27,12 +18,21 @@ from fp8stack.common.io import DEEPEST, parse_toml, read_toml
 from fp8stack.common.terminal import warn
 from fp8stack.data.tokenizer import NAMED
 from fp8stack.model.config import GPTConfig
-from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
+from fp8stack.planning.phases import Override, PhaseConfig, overridden, preset
+from fp8stack.planning.run_keys import (
+    BRANCH,
+    PRESET,
+    RESUME,
+    TRACKER,
+    Fraction,
+    Limits,
+    Mark,
+    NotNegative,
+    Positive,
+    PositiveFloat,
+    RunKeys,
+)
 from fp8stack.precision.recipe_file import RecipeFile
-
-OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-LossScaleBound = Annotated[float, Field(ge=2.0**-126, le=2.0**126)]  # its inverse is normal, too
 
 
 class GuardConfig(BaseModel):
@@ -48,23 +48,23 @@ class GuardConfig(BaseModel):
 
     enabled: bool = True
     """If disabled, the first loss or gradient that is not finite ends the run."""
-    window: Annotated[int, Field(ge=8, le=1024)] = 128
-    warmup: Annotated[int, Field(ge=8)] = 32
+    window: Annotated[int, Limits(ge=8, le=1024)] = 128
+    warmup: Annotated[int, Limits(ge=8)] = 32
     """Good steps before a value can count as a spike; at most `window`."""
     deviations: PositiveFloat = 8.0
-    loss_factor: Annotated[float, Field(gt=1)] = 1.5
-    gradient_factor: Annotated[float, Field(gt=1)] = 10.0
-    amax_factor: Annotated[float, Field(gt=1)] = 1000.0
-    patience: Annotated[int, Field(ge=1, le=4096)] = 3
+    loss_factor: Annotated[float, Limits(gt=1)] = 1.5
+    gradient_factor: Annotated[float, Limits(gt=1)] = 10.0
+    amax_factor: Annotated[float, Limits(gt=1)] = 1000.0
+    patience: Annotated[int, Limits(ge=1, le=4096)] = 3
     """Bad steps in a row after which skipping them no longer suffices."""
-    calm_steps: PositiveInt = 200
+    calm_steps: Positive = 200
     """Good steps in a row after which earlier bad steps no longer count."""
-    layer_steps: NonNegativeInt = 500
+    layer_steps: NotNegative = 500
     """Steps for which a layer that caused bad steps stays out of FP8; 0: until the end."""
     quality: Fraction = 0.01
     """phases: the largest share by which a validation loss may exceed that loss with the same
     weights in fp32. Beyond it, the rest of the run is in fp32. 0: no comparison."""
-    overflows: Annotated[int, Field(ge=5)] = 8
+    overflows: Annotated[int, Limits(ge=5)] = 8
     """fp16: overflows in a row after which the run continues in bf16, if the device supports it."""
 
     @model_validator(mode="after")
@@ -74,132 +74,16 @@ class GuardConfig(BaseModel):
         return self
 
 
-class RunConfig(BaseModel):
+class RunConfig(RunKeys, BaseModel):
     """The complete configuration of a run, saved in its folder as `run.toml`, which repeats it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: str = "gpt-nano"
-    recipe: str = "auto"
-    backend: Literal["auto", "te", "torch", "emulate", "reference"] = "auto"
-    strict: bool = False
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    data: str | None = None
-    data_order: Literal["random", "epochs"] = "random"
-    """Windows at random positions, or all windows once per epoch, in a new order each epoch."""
-    document_mask: bool = False
-    """Attention does not cross documents. The data must record where documents end."""
-    tokenizer: str | None = None
-    """Tokenizer to assume if the data record none: bytes, gpt2, or the path of a tokenizer.json."""
-    out: str | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-
-    steps: Annotated[int, Field(ge=1, le=2**31)] = 1200
-    batch: Annotated[int, Field(ge=1, le=2**24)] = 8
-    """Sequences per step, over all ranks and micro-batches."""
-    context: PositiveInt | None = None
-    """Tokens per sequence; the model's context if left out."""
-    accumulate: PositiveInt = 1
-    lr: PositiveFloat = 3e-3
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt = 50
-    decay_fraction: Fraction = 0.2
-    """wsd: the share of the steps in which the learning rate decays."""
-    min_lr: Fraction = 0.1
-    """The last learning rate, as a share of `lr`."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    adam_eps: PositiveFloat = 1e-8
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    """The largest global gradient norm, or with clip_mode "value" the largest entry; 0: none."""
-    clip_mode: Literal["norm", "value", "adaptive"] = "norm"
-    """adaptive: limit the norm to `clip_percentile` of the previous norms, and to `clip`."""
-    clip_percentile: Annotated[float, Field(gt=0, lt=100)] = 95.0
-    clip_window: Annotated[int, Field(ge=10, le=4096)] = 100
-    """adaptive: the number of previous good steps whose norms count."""
-    optimizer: OptimizerName = "adamw"
-    """muon uses AdamW except for the blocks' matrices. adamw8bit and adamwfp8 need torchao."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """sgd: the momentum factor; 0 is plain gradient descent."""
-    loss_scale: PositiveFloat | None = None
-    """fp16: a static loss scale; dynamic if left out."""
-    first_loss_scale: PositiveFloat = 65536.0
-    """fp16: the initial dynamic loss scale."""
-    loss_scale_interval: Annotated[int, Field(ge=1, lt=2**31)] = 2000
-    """fp16: steps in a row without an overflow after which a dynamic loss scale grows."""
-    loss_scale_growth: Annotated[float, Field(gt=1, le=65536)] = 2.0
-    """fp16: the factor by which a dynamic loss scale grows."""
-    loss_scale_backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """fp16: the factor that an overflow multiplies it by."""
-    min_loss_scale: LossScaleBound = 1.0
-    max_loss_scale: LossScaleBound = 262144.0
-    """fp16: the bounds of the loss scale."""
-
-    log_every: PositiveInt = 1
-    eval_every: PositiveInt = 300
-    eval_windows: PositiveInt = 256
-    """Held-out windows per evaluation."""
-    final_eval_windows: PositiveInt | None = None
-    """Held-out windows of the evaluation after the last step; `eval_windows` if left out."""
-    save_every: PositiveInt = 400
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
-    """The newest valid checkpoints to keep; older ones are removed."""
-    keep_every: NonNegativeInt = 0
-    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    checkpoint_async: bool = False
-    """Write checkpoints in the background: a step waits only for a copy in host memory."""
-    sample_tokens: NonNegativeInt = 256
-    sample_prompt: str | None = None
-    temperature: PositiveFloat = 0.8
-    workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes that read data ahead; batches are the same for any number."""
-    worker_timeout: Annotated[float, Field(ge=1)] = 60.0
-    """Seconds without a batch after which a data worker counts as lost."""
-    threads: PositiveInt | None = None
-    """CPU threads for torch, at most the number of cores; by default torch's choice."""
-    deterministic: bool | None = None
-    """GPUs and compiled code: reproducible operations, which are slower. Default on CPUs."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Several ranks: DDP, with a complete model on each rank, or FSDP2, which shards the model."""
-    rank_timeout: Annotated[float, Field(ge=1)] = 600.0
-    """Seconds without an answer after which a rank counts as lost."""
-    activation_checkpointing: Literal["none", "selective", "block"] = "none"
-    """The backward pass recomputes all but GEMMs and attention (selective), or blocks (block)."""
-    grad_compression: Literal["none", "bf16"] = "none"
-    """ddp: the format that gradients are rounded to before the all-reduce."""
-    compile: bool | None = None
-    """torch.compile: the first step takes about a minute, others less time. Default on GPUs."""
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """compile: the mode of torch.compile; only modes without CUDA graphs."""
-    check_memory: bool = True
-    """Refuse a run whose estimated memory exceeds the free memory."""
-    profile: bool = False
-    """Profile some steps after warm-up into the run folder."""
-    profile_step: PositiveInt | None = None
-    """profile: the first profiled step; the fifth of this start if left out."""
-    profile_steps: Annotated[int, Field(ge=1, le=100)] = 1
-    """profile: the number of consecutive steps."""
-    profile_shapes: bool = False
-    """profile: record the shapes of operands, and list operators by shape."""
-    profile_memory: bool = False
-    """profile: list the memory that operators allocate on a GPU; on a CPU it is always listed."""
-    tensorboard: bool = False
-    wandb: bool = False
-    trackio: bool = False
-    telemetry_every: NonNegativeInt = 50
-    """Steps between telemetry samples of the quantization of each operand; 0: no samples."""
-    what_if: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Recipes that telemetry tries on the same operands, without changing the run."""
-    init_from: str | None = None
-    """A run or checkpoint whose weights the run begins with."""
-    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
+    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False), BRANCH] = ()
     """The recipe of each phase of the run, and the recipe of its validation losses."""
-    calibration_steps: Annotated[int, Field(ge=0, le=4096)] = 16
-    """phases: steps before delayed scaling begins that already record its amaxes."""
-    guard: GuardConfig = GuardConfig()
-    model_overrides: dict[str, Override] = {}
-    recipe_overrides: dict[str, Override] = {}
+    guard: Annotated[GuardConfig, RESUME] = GuardConfig()
+    model_overrides: Annotated[dict[str, Override], RESUME] = {}
+    recipe_overrides: Annotated[dict[str, Override], RESUME] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -219,8 +103,8 @@ class RunConfig(BaseModel):
     @classmethod
     def _listed(cls, names: object) -> object:
         if not isinstance(names, str):
-            return names
-        return [name for word in names.split(",") if (name := word.strip())]
+            return tuple(names) if isinstance(names, list) else names
+        return tuple(name for word in names.split(",") if (name := word.strip()))
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -266,10 +150,13 @@ class RunConfig(BaseModel):
 
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "save_fp8": (False, "--activation-checkpointing selective saves more memory"),
+    "calibration_steps": (
+        16,
+        "a phase in delayed scaling is calibrated by its first step",
+    ),
     "debug_steps": (0, "metrics.jsonl has the values of each step with log_every = 1"),
 }
-"""Keys that earlier runs have, with their default and what serves instead. They change no number
-of a run, so they are ignored."""
+"""Keys that earlier runs have, with their default and what serves instead. They are ignored."""
 
 
 @lru_cache(maxsize=64)
@@ -278,44 +165,14 @@ def _tell_removed(key: str, is_default: bool) -> None:
     warn(f"{key} no longer exists and is ignored{instead}.")
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
-"""Keys that start an experiment tracker."""
-FREE_ON_RESUME = frozenset(
-    {
-        *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
-        *("device", "deterministic", "out", "steps", "workers", "compile"),
-        *("accumulate", "worker_timeout"),
-        *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
-        *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
-        *("activation_checkpointing", "log_every", "eval_every", "eval_windows"),
-        *(
-            "final_eval_windows",
-            "save_every",
-            "keep_checkpoints",
-            "keep_every",
-            "checkpoint_async",
-            "sample_tokens",
-        ),
-        *("sample_prompt", "temperature", "tokenizer", *TRACKERS),
-        *("telemetry_every", "what_if", "guard"),
-    }
-)
-"""Keys that a resumed run may change: keys that do not affect its numbers; the device, the backend
-and `accumulate`, so that it can resume on other machines; and `steps`. The files of the model, the
-recipe and the data may have moved; their contents are compared."""
-FREE_IN_BRANCH = frozenset(
-    {"phases", "calibration_steps", "lr", "min_lr", "schedule", "warmup_steps", "decay_fraction"}
-)
-"""More keys that a branch may change: a new run that begins with a checkpoint of another. Its
-recipe may be another one, too."""
+def marked(mark: Mark) -> frozenset[str]:
+    """The keys of a run that have `mark`."""
+    fields = RunConfig.model_fields.items()
+    return frozenset(key for key, field in fields if mark in field.metadata)
 
-PRESET_KEYS = frozenset(
-    {
-        *("batch", "accumulate", "lr", "schedule", "warmup_steps", "min_lr", "weight_decay"),
-        *("beta1", "beta2", "adam_eps", "clip"),
-    }
-)
-"""Keys that the training preset of a model may set."""
+
+FREE_ON_RESUME, FREE_IN_BRANCH = marked(RESUME), marked(BRANCH)
+TRACKERS, PRESET_KEYS = sorted(marked(TRACKER)), marked(PRESET)
 
 
 def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str] = ()) -> RunConfig:

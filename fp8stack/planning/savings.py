@@ -35,31 +35,17 @@ def savings(phases: Sequence[tuple[float, float]], reference: float) -> Savings:
     return Savings(average=average / reference, peak=max(size for _, size in phases) / reference)
 
 
-def largest_batch(peak_of: Callable[[int], int], memory: int, turn: int) -> int:
+def largest_batch(peak_of: Callable[[int], int], memory: int) -> int:
     """The largest number of sequences whose peak fits into `memory` bytes; 0 if not even one.
 
-    A peak grows with its sequences, except for one step down where the loss begins to take its
-    logits in chunks. The search is exact on either side of that step.
-
-    Args:
-        peak_of: the bytes of the peak for some sequences, at least 1.
-        memory: in bytes.
-        turn: the most sequences whose loss takes all logits at once; 0 if none.
+    A peak grows nearly in a straight line: the next number to try is where that line meets the
+    memory. `peak_of` gives the bytes of the peak for some sequences, at least 1.
     """
-    above = _largest(peak_of, memory, turn + 1, None)
-    if above or not turn:
-        return above
-    return _largest(peak_of, memory, 1, turn)
-
-
-def _largest(peak_of: Callable[[int], int], memory: int, least: int, most: int | None) -> int:
-    """The largest of `least` to `most` that fits, where the peak only grows; 0 if none. It grows
-    nearly in a straight line: the next one to try is where that line meets the memory."""
-    fits, peak = least, peak_of(least)
+    fits, peak = 1, peak_of(1)
     if peak > memory:
         return 0
-    fails = None if most is None else most + 1
-    count = fits + 1
+    fails: int | None = None
+    count = 2
     while fails is None or fails - fits > 1:
         count = max(count, fits + 1) if fails is None else min(max(count, fits + 1), fails - 1)
         count_peak = peak_of(count)

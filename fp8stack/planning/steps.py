@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fp8stack.common.formats import ELEMENT_FORMATS
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.model.mixture import MixtureMLP
-from fp8stack.precision import Plan
+from fp8stack.planning.planned_layers import PlannedLinear
 
 _ATEN: Any = torch.ops.aten
 _OPERATIONS = {"": "positions", "attention": "rope"}
@@ -26,35 +27,64 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedStep:
-    """A step of the forward pass of the module at `path`.
+class Operation:
+    """An operation of one module; the backward pass of all but linears has the same dtypes.
 
     Attributes:
-        path: of the module.
-        name: "linear", "attention", "norm", "fused norm" (with the linears after it), "activation"
-            and so on, or "cast".
-        operands: the floating-point dtypes of its operands.
-        output: the dtype of its output.
-        tensor: the name of the tensor that is cast.
-        back: whether the gradient of that tensor is cast back.
+        path: of the module; "step" for operations that run once per optimizer step.
+        name: see `operations.IN_COMPUTE_DTYPE` and `operations.IN_FP32`; of a step also "linear",
+            and "fused norm" for a norm that Transformer Engine fuses with the linears after it.
+        operands: the dtypes of the operands.
+        adds_in: the dtype of accumulation; "" if there is none.
+        output: the dtype of the result.
+        why: the reason for these dtypes, if there is one to give.
     """
 
     path: str
     name: str
-    operands: tuple[str, ...] = ()
-    output: str = ""
-    tensor: str = ""
-    back: bool = False
+    operands: tuple[str, ...]
+    adds_in: str = ""
+    output: str
+    why: str = ""
 
 
-def merged_steps(steps: Iterable[TracedStep | None]) -> list[TracedStep]:
+GRADIENT = ", gradient"
+"""The suffix of a tensor's name where its gradient is cast back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """One tensor cast by the module at `path`, once per micro-batch or once per optimizer step."""
+
+    path: str
+    what: str
+    source: str
+    target: str
+    runs: Literal["forward", "backward"] = "forward"
+    per: Literal["micro-batch", "step"] = "micro-batch"
+
+    @property
+    def to_fp8(self) -> bool:
+        """Whether the target is FP8, FP6 or FP4."""
+        return self.target.split(" ")[0] in ELEMENT_FORMATS
+
+
+Step = Operation | Cast
+"""A step of the forward pass of a module, or the cast of a gradient in its backward pass."""
+
+
+def merged_steps(steps: Iterable[Step]) -> list[Step]:
     """The steps of operators, in order: operators of one step of a module are merged into one."""
-    merged: dict[object, TracedStep] = {}
-    for step in filter(None, steps):
-        key = step if step.name == "cast" else (step.path, step.name)
-        before = merged.get(key, step).operands
-        operands = tuple(dict.fromkeys((*before, *step.operands)))
-        merged[key] = replace(step, operands=operands)
+    merged: dict[object, Step] = {}
+    for step in steps:
+        key: object = step
+        if isinstance(step, Operation):
+            key = step.path, step.name
+            earlier = merged.get(key, step)
+            assert isinstance(earlier, Operation)
+            operands = dict.fromkeys((*earlier.operands, *step.operands))
+            step = replace(step, operands=tuple(operands))
+        merged[key] = step
     return list(merged.values())
 
 
@@ -93,55 +123,47 @@ class TensorNames:
         return name
 
 
-def step_of(
-    func: Any,
-    path: str,
-    module: nn.Module,
-    plan: Plan,
-    inputs: list[Tensor],
-    output: Tensor,
-    name: str,
-) -> TracedStep | None:
-    """The step of `module` that an operator of its forward pass belongs to.
+def steps_of(
+    func: Any, path: str, module: Any, inputs: list[Tensor], output: Tensor, name: str
+) -> list[Step]:
+    """The steps of `module` that an operator of its forward pass belongs to; none for casts within
+    a GEMM or within Transformer Engine, and for casts to the same dtype.
 
     Args:
         func: the operator.
         path: of the module.
         module: the innermost module that runs the operator.
-        plan: with the model's layers.
         inputs: of the operator, at least one of them of floating point.
         output: the first one of the operator.
         name: of the tensor that it casts, if it is a cast.
-
-    Returns:
-        None for casts within a GEMM or within Transformer Engine, and for casts to the same dtype.
     """
-    is_linear = isinstance(module, (nn.Linear, GroupedLinear))
+    is_linear = isinstance(module, nn.Linear | GroupedLinear | PlannedLinear)
     operands = [x for x in inputs if x.is_floating_point()]
-    dtypes = tuple(dict.fromkeys(map(_dtype_name, operands)))
+    dtypes, target = tuple(dict.fromkeys(map(_dtype_name, operands))), _dtype_name(output)
     if func is not _ATEN._to_copy.default:
-        if is_linear:
-            return TracedStep(path=path, name="linear")
         operation = _operation_of(path)
-        if isinstance(module, MixtureMLP):
+        if is_linear:
+            operation, dtypes, target = "linear", (), ""
+        elif getattr(module, "is_fused", False):
+            operation = "fused norm"
+        elif isinstance(module, MixtureMLP):
             operation = "dispatch" if func is _ATEN.index_select.default else "routing"
         elif path == "" and output.ndim < 2:  # the losses of routers join the loss
             path = operation = "loss"
-        return TracedStep(path=path, name=operation, operands=dtypes, output=_dtype_name(output))
-    back = torch.is_grad_enabled() and operands[0].requires_grad
+        return [Operation(path=path, name=operation, operands=dtypes, output=target)]
+    is_reversed = torch.is_grad_enabled() and operands[0].requires_grad
     if is_linear:
-        layer, name = plan.layer(path), "input"
+        name = "input"
         if isinstance(operands[0], nn.Parameter):
-            of_weight = 3 if isinstance(module, GroupedLinear) else 2
-            name = "weight" if operands[0].ndim == of_weight else "bias"
+            name = "weight" if operands[0].ndim == module.weight.ndim else "bias"
         # Outside of autograd a quantized GEMM casts its operands itself, except the bias.
-        if (layer.fp8 and plan.backend_of(layer) == "te") or not (back or name == "bias"):
-            return None
-    if dtypes == (_dtype_name(output),):
-        return None
-    return TracedStep(
-        path=path, name="cast", operands=dtypes, output=_dtype_name(output), tensor=name, back=back
-    )
+        if not (is_reversed or name == "bias"):
+            return []
+    if dtypes == (target,):
+        return []
+    cast = Cast(path=path, what=name, source=dtypes[0], target=target)
+    back = replace(cast, what=name + GRADIENT, source=target, target=dtypes[0], runs="backward")
+    return [cast, back] if is_reversed else [cast]
 
 
 def _operation_of(path: str) -> str:

@@ -54,29 +54,22 @@ def require_free(size: int, consumer: str) -> None:
 
 
 def _available_in_groups(root: Path) -> Iterator[int]:
-    """The bytes that each control group with a limit leaves this process; pages of files that the
-    kernel can drop do not count as used."""
+    """The bytes that each control group (version 2) with a limit leaves this process; pages of
+    files that the kernel can drop do not count as used."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, name = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, files = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = "sys/fs/cgroup/memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        limit, usage, dropped = files
         inner = Path(name.lstrip("/"))
-        for group in (inner, *inner.parents):
-            folder = root / base / group
+        for group in () if controllers else (inner, *inner.parents):
+            folder = root / "sys/fs/cgroup" / group
             try:
-                most, used = (int((folder / file).read_text()) for file in (limit, usage))
+                most = int((folder / "memory.max").read_text())
+                used = int((folder / "memory.current").read_text())
                 stat = (folder / "memory.stat").read_text().split()
             except (OSError, ValueError):  # no such group in a container, or no limit ("max")
                 continue
             pages = dict(zip(stat[::2], stat[1::2], strict=False))
-            yield max(0, most - used + int(pages.get(dropped, 0)))
+            yield max(0, most - used + int(pages.get("inactive_file", 0)))

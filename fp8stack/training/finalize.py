@@ -11,22 +11,21 @@ from fp8stack.model.sampling import Sampling, generate
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.metrics.console import Display
 from fp8stack.training.metrics.loss_plot import loss_plot
-from fp8stack.training.run import Run, Variant
+from fp8stack.training.metrics.read import Metrics, read_metrics
+from fp8stack.training.run import Run
 
 
-def finish(
-    run: Run, display: Display, variant: Variant, evaluate: Callable[[], float | None]
-) -> None:
-    """Write the loss plot and a sample of a variant, and print where everything is. All ranks call
+def finish(run: Run, display: Display, model: GPT, evaluate: Callable[[], float | None]) -> None:
+    """Write the loss plot and a sample of `model`, and print where everything is. All ranks call
     it; `evaluate` computes the validation loss if no step of the run has one."""
     folder, is_main = run.folder, run.ranks.is_main
     with run.ranks.together():
-        metrics = folder.read_metrics() if is_main else []
+        metrics = read_metrics(folder.path) if is_main else Metrics()
         if is_main:
             plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
             write_atomically(folder.plot, plot)
-    text = _sample(run, variant.model)  # on every rank, since the model may be sharded
-    evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
+    text = _sample(run, model)  # on every rank, since the model may be sharded
+    _, evaluated = metrics.column("val_loss")
     final = evaluated[-1] if evaluated else math.nan
     if run.ranks.any(is_main and not evaluated):
         final = evaluate() or math.nan

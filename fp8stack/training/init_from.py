@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8stack.common import hub, presets
+from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig, merged, preset_for
 from fp8stack.training.checkpoint.state import differences
-from fp8stack.training.load import Trained, absolute_source, own_tokenizer
+from fp8stack.training.load import Trained, own_tokenizer
 
 FREE: Any = {"dropout": True, "init_std": True, "experts": {"balance", "bias", "router_z"}}
 """Keys that may differ from the source's: initialization, dropout and losses of routers."""
@@ -100,27 +100,3 @@ def _beside(shape: GPTConfig, compared: GPTConfig) -> dict[str, Any]:
     keys = shape.model_dump(mode="json", exclude=FREE)
     sizes = _sizes(shape)
     return keys | {key: size for key, size in sizes.items() if getattr(compared, key) is not None}
-
-
-def _same_repository(requested: hub.Repository, saved: hub.Repository) -> bool:
-    """Whether `requested` may be `saved`, whose revision is a commit."""
-    if requested.name != saved.name:
-        return False
-    commit, revision = saved.revision or "", requested.revision
-    if revision is None or (len(revision) >= 7 and commit.startswith(revision)):
-        return True
-    return hub.commit_in_cache(requested) == commit
-
-
-def same_source(init_from: str, saved: str | None) -> bool:
-    """Whether `init_from`, see `find_source`, names the `saved` source of a run's initial
-    weights."""
-    if saved is None:
-        return False
-    if hub.path_in(init_from) is not None or hub.path_in(saved) is not None:
-        requested, repository = hub.repository_in(init_from), hub.repository_in(saved)
-        if requested is not None and repository is not None:
-            return _same_repository(requested, repository)
-        return absolute_source(init_from) == saved
-    places = (Path(saved), Path(saved).parent.parent)  # RUN/checkpoints/step-000200, and RUN
-    return Path(init_from).resolve() in places

@@ -28,7 +28,13 @@ from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer, run_of
 from fp8stack.training.checkpoint.state import restore_weights
-from fp8stack.training.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
+from fp8stack.training.checkpoint.validation import (
+    has_weights,
+    layers_left_out,
+    load_sound,
+    model_of,
+    newest_sound,
+)
 from fp8stack.training.run_plans import phases_in, without_folder
 
 
@@ -252,7 +258,7 @@ class Trained:
             ) from error
         if self._plan_of(recipe) is not None:
             for layer in self.left_fp8:
-                model.set_fp8(layer, False)
+                model.leave_fp8(layer)
         return model.to(hardware.device).eval()
 
     @property
@@ -339,12 +345,6 @@ def _scales_for(
         if name.endswith(".amax_history") and len(scales[name]) != len(state[name]):
             scales[name] = state[name]
     return scales
-
-
-def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
-    """The layers that a checkpoint's plan keeps out of FP8, with the reasons. A resumed run keeps
-    the same layers out, since FP8 state and losses depend on them."""
-    return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}
 
 
 def emulation_dtype(plan: Mapping[str, Any]) -> ComputeDtype | None:

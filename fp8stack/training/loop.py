@@ -1,5 +1,6 @@
 """The training loop: steps, logging, evaluation, checkpoints, and the guard's decisions."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +28,10 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
+from fp8stack.training.metrics.read import Metrics, read_metrics
 from fp8stack.training.metrics.throughput import Peak, peak_rate, restart_peak_memory
-from fp8stack.training.phase_switches import Phases
-from fp8stack.training.run import Run, Variant, versions
-from fp8stack.training.run_folder import BRANCH
+from fp8stack.training.phase_switches import Phases, switch
+from fp8stack.training.run import Run, versions
 from fp8stack.training.signals import STOPPED, StopRequests, stop_requests
 from fp8stack.training.step import Step
 
@@ -71,6 +72,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     compiles = run.compiled and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
+            loop.save()  # the first checkpoint of a branch
             loop.evaluate_if_interrupted()
             while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
@@ -95,8 +97,8 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
                 display.note(at_end)
                 return PREEMPTED
             with requested.at_once(at_end) if alone else nullcontext():
-                variant = loop.phases.evaluation(run.step) or run.active
-                finish(run, display, variant, loop.evaluate)
+                model = run.model_in(loop.phases.evaluation(run.step))
+                finish(run, display, model, loop.evaluate)
     finally:
         loop.profiler.close()  # still recording if the run ends early
         display.close()
@@ -119,32 +121,33 @@ class _Loop:
         self.monitor = Monitor(
             run.optimizer,
             config.guard,
-            run.main.backend.delayed,
+            run.delayed,
             config.accumulate,
             keep_norms=config.clip_window if config.clip_mode == "adaptive" else 0,
             draws=run.backend.draws,
             log_rows=max(LOG_ROWS, min(config.log_every, config.steps)),
         )
+        resumed_from = checkpoints.path_of(run.folder.checkpoints, run.step)
+        begins_branch = run.step > 0 and run.ranks.is_main and not resumed_from.exists()
         self.saver = Saver(
             run.folder.checkpoints,
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
             in_background=config.checkpoint_async,
             before=run.folder.sync_metrics,
-            good=[
-                checkpoints.path_of(run.folder.checkpoints, run.step)
-            ],  # verified when it was read
+            good=[resumed_from],  # verified when it was read
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
         self.guard = Guard(run, self.monitor, self.wait)
         self.phases = Phases(run, self.metrics.announce)
-        if run.step:
-            self.use_variant(self.phases.variant(run.step))
-        self.train_step = Step(run, self.monitor, self.phases)
+        if run.step and (plan := self.phases.plan(run.step)) != run.state.active:
+            run.use(plan)
+        self.train_step = Step(run, self.monitor)
         device = run.accelerator.device
         self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
-        self.saved_at, self.save_due = run.step, False
+        self.saved_at = 0 if run.ranks.any(begins_branch) else run.step
+        self.save_due = False
         self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
@@ -177,8 +180,7 @@ class _Loop:
         evaluates = last or step % config.eval_every == 0
         logs = evaluates or step % config.log_every == 0
         self.save_due |= last or step % config.save_every == 0
-        self.use_variant(self.phases.variant(step))
-        self.phases.enter(step)
+        self.enter_phase(step)
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
         row: dict[str, Any] = {"step": step}
@@ -210,11 +212,11 @@ class _Loop:
         run.state.step = step
         self.metrics.step_done()
         if run.telemetry.due(step, 1, config.steps):
-            self.metrics.report(step, self.guard.plan_now(), self.train_step.load())
+            self.metrics.report(step, run.plan, self.train_step.load())
         if not logs:
             return {}
         # Reading the loss synchronizes with the device.
-        precision = self.guard.plan_now().precision
+        precision = run.plan.precision
         row = self.metrics.row(step, float(loss), float(norm), precision)
         if (load := self.train_step.load()) is not None:
             row |= load.metrics()
@@ -222,12 +224,14 @@ class _Loop:
             row["phase"] = self.phases.phase(step)
         return row
 
-    def use_variant(self, index: int) -> None:
-        """Activate the variant `index`."""
-        if index != self.run.state.active:
-            self.run.use(index)
+    def enter_phase(self, step: int) -> None:
+        """Use the plan that trains `step`."""
+        if (plan := self.phases.plan(step)) != self.run.state.active:
+            good = next(n for n in itertools.count(step) if n not in self.guard.left_out)
+            switch(self.run, plan, good)
             self.metrics.update_peak()
             restart_peak_memory(self.run.accelerator.device)
+        self.phases.enter(step)
 
     def check(self, step: int, *, acts: bool = True) -> bool:
         """Run the guard's checks of the steps up to `step`, see `Guard.check`. Returns and raises
@@ -245,10 +249,7 @@ class _Loop:
             self.metrics.update_peak()
             if run.ranks.is_main:
                 run.folder.write_plan(run.plan_json())
-        for layer in outcome.leave_fp8:
-            run.set_fp8(layer, False)
-        for layer in outcome.enter_fp8:
-            run.set_fp8(layer, True)
+        run.demote(self.guard.demoted)
         if outcome.back_to is not None:
             self.roll_back(outcome.back_to)
         for event in outcome.events:
@@ -263,6 +264,8 @@ class _Loop:
         """Restore the run from an earlier checkpoint, and remove the later ones."""
         run = self.run
         run.restore(checkpoint)
+        if (plan := self.phases.plan(run.step)) != run.state.active:
+            run.use(plan)
         run.ranks.wait()  # until all ranks have read it
         if run.ranks.is_main:
             writer.forget_after(run.folder.checkpoints, run.step)
@@ -315,11 +318,8 @@ class _Loop:
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
             return
-        rows = run.folder.read_metrics() if run.ranks.is_main else []
-        of_step = [row for row in rows if row["step"] == run.step]
-        steps = [row for row in of_step if "event" not in row]  # the last one is valid
-        is_evaluated = any(row.get("event") == BRANCH for row in of_step)
-        is_evaluated |= bool(steps) and "val_loss" in steps[-1]
+        metrics = read_metrics(run.folder.path) if run.ranks.is_main else Metrics()
+        is_evaluated = run.step in (metrics.began, *metrics.column("val_loss")[0])
         if run.ranks.any(run.ranks.is_main and not is_evaluated):
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:
@@ -332,15 +332,15 @@ class _Loop:
         """The validation loss; None if a stop was requested. FP8 GEMMs are not counted."""
         return self.loss_in(self.phases.evaluation(self.run.step))
 
-    def loss_in(self, variant: Variant | None) -> float | None:
-        """The validation loss of a variant, None for the active one; see `evaluate`."""
+    def loss_in(self, plan: int) -> float | None:
+        """The validation loss with the plan at an index; see `evaluate`."""
         run = self.run
         batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
-        model = run.wrapped if variant is None else variant.model
+        model = run.model_in(plan)
         is_last = run.step == self.config.steps
         windows = run.data.final_windows if is_last else run.data.windows
         loss = validation_loss(model, windows, batch, device, run.ranks, self.stops)
-        (variant or run.active).backend.fp8_gemms()  # resets the counter
+        run.backend.fp8_gemms()  # resets the counter
         return loss
 
     def stop(self) -> Path:
@@ -385,16 +385,15 @@ class _Loop:
         info = {
             "identity": run.identity,
             "config": run.folder.portable(self.config).model_dump(mode="json"),
-            "plan": run.main.plan.to_json(),
-            "plans": [variant.plan.to_json() for variant in run.variants],
+            "plan": run.main_plan.to_json(),
+            "plans": [plan.to_json() for plan in run.plans],
             "phases": self.phases.state(),
             "scaler": run.loss_scaler.state_dict() if run.loss_scaler is not None else None,
             "versions": versions(),
             "guard": self.guard.state(),
             "tokenizer": None if tokenizer is None else tokenizer.identity.model_dump(),
         }
-        random, main = random_states(run.ranks), run.main.model
-        groups = partial(capture, run.model, run.optimizer, random, fp8_model=main)
+        groups = partial(capture, run.model, run.optimizer, random_states(run.ranks))
         with run.ranks.together():
             if run.ranks.is_main or self.saver.first_rows is not None:
                 self.saver.save(run.step, info, groups)

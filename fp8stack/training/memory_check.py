@@ -14,7 +14,6 @@ import torch
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
-from fp8stack.model.loss import chunk_rows
 from fp8stack.planning.memory import Estimate, Setting, estimate
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.savings import largest_batch
@@ -64,29 +63,25 @@ class Footprint:
     ranks: int
 
     def estimates(self, plans: Sequence[Plan], kind: Recompute, sequences: int) -> list[Estimate]:
-        """Estimates of the phases that run `plans`, in order, with this kind of activation
-        checkpointing and so many sequences per rank and micro-batch. FP8 weights and amax histories
-        of earlier plans stay in memory."""
-        estimates: list[Estimate] = []
-        by_plan: dict[int, Estimate] = {}  # of the plans up to this phase
-        for plan in plans:
-            setting = Setting(
-                config=self.model,
-                plan=plan,
-                sequences=sequences,
-                context=self.context,
-                micro_batches=self.config.accumulate,
-                optimizer=self.config.optimizer,
-                momentum=self.config.momentum,
-                checkpointing=kind,
-                ranks=self.ranks,
-                parallel=self.config.parallel,
+        """Estimates of the phases that run `plans` with this kind of activation checkpointing and
+        so many sequences per rank and micro-batch. Only the running phase's model is in memory."""
+        return [
+            estimate(
+                Setting(
+                    config=self.model,
+                    plan=plan,
+                    sequences=sequences,
+                    context=self.context,
+                    micro_batches=self.config.accumulate,
+                    optimizer=self.config.optimizer,
+                    momentum=self.config.momentum,
+                    checkpointing=kind,
+                    ranks=self.ranks,
+                    parallel=self.config.parallel,
+                )
             )
-            estimated = by_plan[id(plan)] = estimate(setting)
-            weights = sum(earlier.fp8_weights for earlier in by_plan.values())
-            buffers = sum(earlier.buffers for earlier in by_plan.values())
-            estimates.append(replace(estimated, fp8_weights=weights, buffers=buffers))
-        return estimates
+            for plan in plans
+        ]
 
     def accumulating(self, micro_batches: int) -> "Footprint":
         """The footprint with so many micro-batches."""
@@ -99,8 +94,7 @@ class Footprint:
 
     def largest(self, plans: Sequence[Plan], kind: Recompute, memory: int) -> int:
         """The largest micro-batch of a rank that fits into `memory` bytes; 0 if none does."""
-        turn = chunk_rows(self.model.vocabulary) // self.context
-        return largest_batch(lambda count: self.peak(plans, kind, count), memory, turn)
+        return largest_batch(lambda count: self.peak(plans, kind, count), memory)
 
 
 def require_memory(

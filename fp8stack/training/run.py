@@ -1,7 +1,7 @@
 """A run: its immutable parts (`Run`), and its state, which the training loop changes."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import accelerate
@@ -14,47 +14,22 @@ from fp8stack import data
 from fp8stack.common import presets
 from fp8stack.common.version import __version__
 from fp8stack.data.tokenizer import Tokenizer
-from fp8stack.layers import Backend, build_backend
-from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.linear import CastLinear
-from fp8stack.model.gpt import GPT, Attention, Block
+from fp8stack.layers import Backend
+from fp8stack.layers.compiler import is_compiled
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.recipe_file import plain
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.state import restore
+from fp8stack.training.distributed.parallelize import fully_shard_model, spread
 from fp8stack.training.distributed.process_group import Ranks
+from fp8stack.training.models import delayed_scaling, model_in
 from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Schedule, never_asked_for, phases_in
 from fp8stack.training.telemetry.operand_errors import Telemetry
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Variant:
-    """The model in one recipe: its plan, its backend, and its layers, which share their parameters
-    with the run's other variants."""
-
-    plan: Plan
-    backend: Backend
-    model: GPT
-    compiled: bool = False  # whether its blocks and its loss are compiled
-
-
-class Switch(nn.Module):
-    """Calls the active one of several variants of a model, so that DDP wraps one module."""
-
-    def __init__(self, models: Iterable[GPT]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-        self.active = 0
-
-    def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
-    ) -> Tensor:
-        """The loss, see `GPT.forward`."""
-        loss: Tensor = self.models[self.active](tokens_BT, targets_BT, documents_BT)
-        return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +53,12 @@ class TrainingState:
     whatever restores a checkpoint. (A diagnosis repeats a step as if it came next, and then
     restores the state.)"""
 
-    variants: tuple[Variant, ...]  # of the model, one for each recipe that a phase uses
-    active: int = 0  # index of the variant that trains now
+    plans: tuple[Plan, ...]  # one for each recipe of the run; see `Schedule`
+    model: GPT  # in the recipe that trains now
+    wrapped: nn.Module  # what a step calls: the model, or the DDP module of it
+    active: int = 0  # index of the model's plan
+    # Layers, and attention, that left FP8, with the last step without FP8; None: permanently.
+    demoted: Mapping[str, int | None] = field(default_factory=dict)
     step: int = 0  # the last step that was done
 
 
@@ -93,8 +72,6 @@ class Run:
     hardware: Hardware
     ranks: Ranks
     schedule: Schedule
-    wrapped: nn.Module  # what a step calls: the model or switch, or the DDP or FSDP2 module of it
-    switch: Switch | None  # calls the active variant, if there are several
     optimizer: Optimizer
     accelerator: Accelerator
     loss_scaler: LossScaler | None  # if a phase is in fp16
@@ -111,90 +88,116 @@ class Run:
         return self.state.step
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
-        """The variants of the model, one for each recipe that a phase uses."""
-        return self.state.variants
-
-    @property
-    def active(self) -> Variant:
-        """The variant that trains now."""
-        return self.state.variants[self.state.active]
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the run, one for each of its recipes."""
+        return self.state.plans
 
     @property
     def plan(self) -> Plan:
-        """The active variant's plan."""
-        return self.active.plan
+        """The plan that trains now, without FP8 in the layers that left it."""
+        return self.model.backend.plan
 
     @property
-    def backend(self) -> Backend:
-        """The active variant's backend."""
-        return self.active.backend
+    def main_plan(self) -> Plan:
+        """See `main_plan`."""
+        return main_plan(self.state.plans)
 
     @property
     def model(self) -> GPT:
-        """The active variant's model."""
-        return self.active.model
+        """The model, in the recipe that trains now."""
+        return self.state.model
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """What a step calls: the model, or the DDP module of it."""
+        return self.state.wrapped
+
+    @property
+    def backend(self) -> Backend:
+        """The model's backend."""
+        return self.model.backend
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """The state of delayed scaling, if a recipe of the run has it."""
+        return delayed_scaling(self.model)
 
     @property
     def compiled(self) -> bool:
-        """Whether any variant is compiled."""
-        return any(variant.compiled for variant in self.variants)
+        """Whether the model is compiled in any recipe of the run."""
+        return any(map(self._compiles, self.plans))
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The loss scaler, if the active variant is in fp16."""
+        """The loss scaler, if the model is in fp16."""
         return self.loss_scaler if self.plan.loss_scaling else None
 
-    @property
-    def main(self) -> Variant:
-        """See `main_variant`."""
-        return main_variant(self.state.variants)
+    def use(self, index: int) -> None:
+        """Train with the plan at `index` from now on: build the model again around its parameters.
+        All ranks call this."""
+        state, before = self.state, self.model
+        if before.backend.delayed is not None:
+            before.backend.weights.watch(())  # so that its state does not hold the model
+        compiled = self._compiles(self.plans[index])
+        state.model = state.wrapped = self._built(index, compiled=compiled)
+        state.active, self.telemetry.plan = index, self.plan
+        self.accelerator.free_memory()  # of DDP's module
+        if self.ranks.count > 1:
+            state.wrapped = spread(state.model, self.accelerator, self.config, before)
 
-    @property
-    def evaluation(self) -> Variant | None:
-        """The variant that computes validation losses; None: the active one."""
-        place = self.schedule.evaluation
-        return None if place is None else self.variants[place]
+    def model_in(self, index: int) -> GPT:
+        """The model with the plan at `index`, to evaluate it. It is built around the parameters of
+        the model that trains, unless that is the one. All ranks call this."""
+        if index == self.state.active:
+            return self.model
+        model = self._built(index)
+        if self.ranks.count > 1 and self.config.parallel == "fsdp":
+            fully_shard_model(model, self.accelerator, self.model, trains=False)
+        return model
 
-    def use(self, place: int) -> None:
-        """Train with the variant at index `place` from now on."""
-        self.state.active, self.telemetry.plan = place, self.variants[place].plan
-        if self.switch is not None:
-            self.switch.active = place
+    def _built(self, index: int, *, compiled: bool = False) -> GPT:
+        plan, demoted = self.plans[index], self.state.demoted
+        if demoted:
+            plan = _without_fp8(plan, demoted)
+        model = model_in(plan, self.config, self.model.config, self.model, compiled=compiled)
+        for path in demoted:
+            model.leave_fp8(path)  # attention, which is no layer of the plan
+        return model
 
-    def set_fp8(self, layer: str, in_fp8: bool) -> None:
-        """Switch FP8 on or off for a layer, or attention, in every variant whose plan has it in
-        FP8."""
-        for variant in self.variants:
-            variant.model.set_fp8(layer, in_fp8)
+    def _compiles(self, plan: Plan) -> bool:
+        kind = self.config.activation_checkpointing
+        return is_compiled(self.config.compile, plan, self.hardware, kind)[0]
+
+    def demote(self, layers: Mapping[str, int | None]) -> None:
+        """Run `layers`, and attention, without FP8, and no others, whatever the recipe. Values are
+        as in `TrainingState.demoted`."""
+        if layers != self.state.demoted:
+            self.state.demoted = dict(layers)
+            self.use(self.state.active)
 
     def leave_fp16(self) -> None:
-        """Replace each fp16 variant by one in bf16, without a loss scale."""
-        self.state.variants = tuple(
-            _in_bf16(variant) if variant.plan.loss_scaling else variant for variant in self.variants
-        )
+        """Train in bf16, without a loss scale, where the plan was fp16."""
+        plans = (_in_bf16(plan) if plan.loss_scaling else plan for plan in self.plans)
+        self.state.plans = tuple(plans)
         self.use(self.state.active)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore weights, moments, scales, random state and step from `checkpoint`. Raises what
         `training.checkpoint.state.restore` raises."""
-        rank, main = self.ranks.index, self.main.model
-        restore(self.model, self.optimizer, checkpoint.tensors, rank, fp8_model=main)
-        for variant in self.variants:
-            variant.backend.weights.mark_changed()
+        restore(self.model, self.optimizer, checkpoint.tensors, self.ranks.index)
+        self.backend.weights.mark_changed()
         if self.loss_scaler is not None and checkpoint.info["scaler"] is not None:
             self.loss_scaler.load_state_dict(checkpoint.info["scaler"])
         self.state.step = checkpoint.step
 
     def plan_json(self) -> dict[str, Any]:
-        """The main variant's plan as JSON data, with the requested recipe, and the phases if
-        any."""
-        plan = self.main.plan.to_json() | {"asked": presets.label(self.config.recipe)}
+        """The main plan as JSON data, with the requested recipe, and the phases if any."""
+        plan = self.main_plan.to_json() | {"asked": presets.label(self.config.recipe)}
         # `config`, not `schedule`, names the run's copies of recipe files.
         if warning := never_asked_for(self.config, phases_in(self.config)):
             plan["reasons"] = [warning, *plan["reasons"]]
         if self.config.phases:
-            phase_plans = [self.variants[place].plan for place in self.schedule.variants]
+            phase_plans = [self.plans[index] for index in self.schedule.indices]
             plan["phases"] = [
                 asdict(phase) | {"precision": ran.precision, "compute_dtype": ran.compute_dtype}
                 for phase, ran in zip(self.schedule.phases, phase_plans, strict=True)
@@ -202,12 +205,12 @@ class Run:
         return plan
 
 
-def main_variant(variants: Sequence[Variant]) -> Variant:
-    """The variant whose FP8 state is saved: one in delayed scaling, else the first in FP8, else the
-    first."""
-    delayed = (variant for variant in variants if variant.backend.delayed is not None)
-    fp8 = (variant for variant in variants if variant.plan.runs_fp8)
-    return next(delayed, None) or next(fp8, variants[0])
+def main_plan(plans: Sequence[Plan]) -> Plan:
+    """The plan of a run whose recipe is that of its checkpoints: the one in delayed scaling, else
+    the first in FP8, else the first."""
+    delayed = (plan for plan in plans if plan.delayed)
+    fp8 = (plan for plan in plans if plan.runs_fp8)
+    return next(delayed, None) or next(fp8, plans[0])
 
 
 def versions() -> dict[str, str]:
@@ -219,26 +222,34 @@ def versions() -> dict[str, str]:
     }
 
 
-def _in_bf16(variant: Variant) -> Variant:
-    """The bf16 variant that replaces an fp16 one: its plan in bf16 and a backend for it. The
-    modules stay the same, with their hooks, DDP, FSDP2 and compiled code, and use the new
-    backend."""
-    old = variant.plan
-    plan = replace(
-        old,
-        recipe=plain("bf16", old.recipe),
+def _without_fp8(plan: Plan, demoted: Mapping[str, int | None]) -> Plan:
+    """The plan with layers that left FP8, see `TrainingState.demoted`."""
+    layers = []
+    for layer in plan.layers:
+        if layer.fp8 and layer.name in demoted:
+            last = demoted[layer.name]
+            until = "" if last is None else f" until step {last}"
+            layer = replace(
+                layer,
+                fp8=False,
+                precision=plan.compute_dtype,
+                reason=f"the guard took it out of FP8{until}",
+                quantizers=None,
+                backend=None,
+            )
+        layers.append(layer)
+    return replace(plan, layers=tuple(layers))
+
+
+def _in_bf16(plan: Plan) -> Plan:
+    """The plan in bf16 that replaces one in fp16."""
+    return replace(
+        plan,
+        recipe=plain("bf16", plan.recipe),
         compute_dtype="bf16",
-        reasons=(*old.reasons, "the guard left fp16 for bf16"),
+        reasons=(*plan.reasons, "the guard left fp16 for bf16"),
         layers=tuple(
             replace(layer, precision=layer.precision.replace("fp16", "bf16"))
-            for layer in old.layers
+            for layer in plan.layers
         ),
     )
-    backend = build_backend(plan, draws=variant.backend.draws)
-    backend.vocabulary_multiple = variant.backend.vocabulary_multiple
-    for module in variant.model.modules():
-        if isinstance(module, GPT | Block | Attention):
-            module.backend = backend
-        elif isinstance(module, CastLinear | GroupedLinear):
-            module.compute_dtype = backend.compute_dtype
-    return replace(variant, plan=plan, backend=backend)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
-import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,8 +19,8 @@ from fp8stack.common.io import (
     LOCK,
     TEMPORARY,
     is_held,
+    json_lines,
     lock,
-    parse_json,
     restrict,
     storage_errors,
     sweep,
@@ -32,10 +29,10 @@ from fp8stack.common.io import (
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 from fp8stack.planning.run_config import (
-    FREE_ON_RESUME,
     TRACKERS,
     RunConfig,
     parse_config,
+    to_toml,
     with_files,
 )
 from fp8stack.training.checkpoint import writer
@@ -103,7 +100,6 @@ class RunFolder:
         commands = {
             f"fp8stack report {path}": "losses, speed and FP8 as a page",
             f"fp8stack generate {path}": "text of the model",
-            f"fp8stack forecast {path}": "what other recipes would cost",
             f"fp8stack export {path} --out DIR": "the model for transformers or vLLM",
         }
         if self.cut_at is not None:
@@ -170,29 +166,17 @@ class RunFolder:
                     "Put what it points at in its place, or give another --out."
                 )
 
-    @property
-    def launch(self) -> str:
-        """The launch that removed an earlier run here, see `note_launch`."""
-        with suppress(OSError):
-            return (self.path / LOCK).read_text()
-        return ""
-
-    def note_launch(self, launch: str) -> None:
-        """Note in the file of the lock which launch removed an earlier run."""
-        with storage_errors(self.path):
-            (self.path / LOCK).write_text(launch)
-
-    def remove(self, used: Collection[str] = ()) -> str | None:
-        """Remove the files that a run wrote into the claimed folder; other files stay, and those
-        whose paths are `used` by the run to come. Returns a line that lists them, None if there
-        were none. Raises a StorageError if a file cannot be removed."""
+    def remove(self) -> str | None:
+        """Remove the files that a run wrote into the claimed folder; other files stay. Returns a
+        line that lists them, None if there were none. Raises a StorageError if a file cannot be
+        removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
         with storage_errors(self.path):
             # run.toml goes last: if interrupted, the folder still holds a run.
             for file in (*self._own, *besides, self.metrics, self.config):
-                if not file.is_file() or os.path.abspath(file) in used:
+                if not file.is_file():
                     continue
                 names.append(str(file.relative_to(self.path)))
                 file.unlink()
@@ -272,6 +256,10 @@ class RunFolder:
 
         return with_files(config, inside)
 
+    def write_config(self, config: RunConfig) -> None:
+        """Save the configuration as `run.toml`, which repeats the run."""
+        write_atomically(self.config, to_toml(self.portable(config)).encode())
+
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""
         write_atomically(self.plan, (json.dumps(plan, indent=2) + "\n").encode())
@@ -314,16 +302,12 @@ class RunFolder:
                 with storage_errors(path), path.open("rb") as stream:
                     os.fsync(stream.fileno())
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of the metrics, up to a line that a crash cut short."""
-        return read_rows(self.metrics, {})
-
     def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
         """Add the keys `more` to the row of `step` if it is the last row (events aside); else
         append a new row."""
-        rows = self.read_metrics()
+        rows = _rows(self.metrics)
         last = next((row for row in reversed(rows) if "event" not in row), None)
-        if last is None or last["step"] != step:
+        if last is None or last.get("step") != step:
             rows.append(last := {"step": step})
         last |= more
         write_atomically(self.metrics, _lines(rows))
@@ -331,13 +315,13 @@ class RunFolder:
     @property
     def origin(self) -> Path | None:
         """The path of the checkpoint that the run began with, if it is a branch."""
-        events = [row for row in self.read_metrics() if row.get("event") == BRANCH]
+        events = [row for row in json_lines(self.metrics) if row.get("event") == BRANCH]
         return Path(str(events[-1].get("why")).removeprefix(_BEGUN)) if events else None
 
     def take_over_metrics(self, origin: Path, step: int) -> None:
         """Write the metrics until the checkpoint `origin` of another run, which is of `step`, and
         after them the event of a branch that begins with it."""
-        rows = _up_to(step, RunFolder(origin.parent.parent).read_metrics())
+        rows = _up_to(step, _rows(RunFolder(origin.parent.parent).metrics))
         event = {"step": step, "event": BRANCH, "why": f"{_BEGUN}{origin.resolve()}"}
         write_atomically(self.metrics, _lines([*rows, event]))
 
@@ -345,10 +329,9 @@ class RunFolder:
         """Drop the metrics and checkpoints of steps after `step`, which are about to be
         repeated."""
         forget_after(self.checkpoints, step)
-        write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
+        write_atomically(self.metrics, _lines(_up_to(step, _rows(self.metrics))))
         if self.telemetry.exists():
-            rows = read_rows(self.telemetry, {"step": 0})
-            write_atomically(self.telemetry, _lines(_up_to(step, rows)))
+            write_atomically(self.telemetry, _lines(_up_to(step, _rows(self.telemetry))))
 
 
 def _closed_in_children(folder: RunFolder) -> None:
@@ -373,26 +356,17 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with storage_errors(path), path.open("ab") as stream:
         if is_new and os.name == "posix":
             restrict(stream.fileno(), path.parent)
-        stream.write(_lines(rows))
+        stream.write(_lines(rows, allow_nan=False))
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+def _lines(rows: Sequence[dict[str, Any]], *, allow_nan: bool = True) -> bytes:
+    return "".join(json.dumps(row, allow_nan=allow_nan) + "\n" for row in rows).encode()
 
 
-def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file, up to the first line that is cut short or has no integer
-    `step` (`defaults` gives missing keys)."""
-    rows: list[dict[str, Any]] = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    with suppress(ValueError):
-        for line in text.splitlines():
-            row = parse_json(line, path.name)
-            json.dumps(row, allow_nan=False)  # raises for NaN: rows may be written again
-            if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
-                break
-            rows.append(row)
-    return rows
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, up to the first whose step is no integer."""
+    rows = json_lines(path)
+    return list(itertools.takewhile(lambda row: isinstance(row.get("step", 0), int), rows))
 
 
 def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -407,48 +381,14 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows[: max(counts, default=0)])
 
 
-def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
-    """The folder `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`, `-3` ... To
-    resume: the latest unfinished run in `runs` that matches `config`, else the last run of that
-    name."""
+def new_folder(config: RunConfig) -> RunFolder:
+    """The folder of a new run: `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`,
+    `-3` ..."""
     if config.out:
         return RunFolder(Path(config.out))
-    matching = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
-    if resume and (latest := next(matching, None)):
-        return latest
     stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))
-        vacant = not resume and folder.is_vacant and not folder.is_running
-        if vacant or not folder.path.exists():
-            break
-    if resume:
-        runs = [RunFolder(path) for path in Path("runs").glob(f"{glob.escape(stem)}*")]
-        numbered = [(_number(run.path.name, stem), run) for run in runs if run.holds_run]
-        last = max(numbered, key=itemgetter(0), default=(0, folder))
-        return last[1] if last[0] else folder
-    return folder
-
-
-def _number(name: str, stem: str) -> int:
-    """The number at the end of a folder's name, 1 for the `stem` alone; 0 for another name."""
-    match = re.fullmatch(rf"{re.escape(stem)}(-(\d+))?", name)
-    return int(match[2] or 1) if match else 0
-
-
-def cut_runs() -> Iterator[RunFolder]:
-    """The unfinished runs in `runs` that no process trains, the latest first."""
-    folders = [path.parent for path in Path("runs").glob("*/run.toml")]
-    for path in sorted(folders, key=lambda path: (path / "run.toml").stat().st_mtime, reverse=True):
-        if RunFolder(path).cut_at is not None:
-            yield RunFolder(path)
-
-
-def _agree(saved: RunConfig, requested: RunConfig) -> bool:
-    """Whether the keys given in `requested` match the run `saved`; models and recipes by name."""
-    named = {"model", "recipe"} & requested.given.keys()
-    fixed = requested.given.keys() - FREE_ON_RESUME - {"init_from"}
-    return all(
-        presets.label(getattr(saved, key)) == presets.label(getattr(requested, key))
-        for key in named
-    ) and all(getattr(saved, key) == getattr(requested, key) for key in fixed)
+        if not folder.path.exists() or (folder.is_vacant and not folder.is_running):
+            return folder
+    raise AssertionError

@@ -9,10 +9,10 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.layers.compiler import TE_COMPILED, is_compiled
 from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.planning.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.planning.run_config import RunConfig, merged
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
-from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.distributed.parallelize import TE_SHARDED
 
@@ -50,11 +50,10 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The phases of a run, and the plan of each, as an index into the run's plans (and so into
-    `TrainingState.variants`)."""
+    """The phases of a run, and the plan of each, as an index into the run's plans."""
 
     phases: tuple[Phase, ...]  # of training, in order, from the first step to the last
-    variants: tuple[int, ...]  # of each phase
+    indices: tuple[int, ...]  # of each phase
     places: dict[str, int]  # by the recipe that was requested
     evaluation: int | None = None  # for validation losses; None: the one that trains
     reference: int | None = None  # float32 without FP8, for the quality guard, if that is on
@@ -62,7 +61,7 @@ class Schedule:
     def at(self, step: int) -> tuple[Phase, int]:
         """The phase of `step`, and the index of its plan."""
         number = next(n for n, phase in enumerate(self.phases) if step <= phase.last)
-        return self.phases[number], self.variants[number]
+        return self.phases[number], self.indices[number]
 
 
 def without_folder(request: str) -> str:
@@ -78,7 +77,7 @@ def plan_phases(
     resumed run; a micro-batch has `tokens` tokens on each rank.
 
     Raises what `plan_for` and `phases_of` raise, and a UserError for two phases in different
-    delayed scaling, validation losses in scales that nothing sets, or phases with --parallel fsdp.
+    delayed scaling, or validation losses in scales that nothing sets.
     """
     for name in {config.recipe, *(phase.recipe for phase in config.phases if phase.recipe)}:
         if name != "auto":  # whether or not a phase has steps
@@ -104,11 +103,11 @@ def plan_phases(
 
     plans, places = plan_each(1)
     if len(plans) > 1:
-        _require_possible(plans, places, phases, evaluation, config)
+        _require_possible(plans, places, phases, evaluation)
         plans, places = plan_each(max(plan.vocabulary_multiple for plan in plans))
     return plans, Schedule(
         phases=phases,
-        variants=tuple(places[phase.asked] for phase in phases),
+        indices=tuple(places[phase.asked] for phase in phases),
         places=places,
         evaluation=None if evaluation is None else places[evaluation.asked],
         reference=places[reference.asked] if compares else None,
@@ -226,26 +225,17 @@ def _require_possible(
     places: Mapping[str, int],
     phases: Sequence[Phase],
     evaluation: Phase | None,
-    config: RunConfig,
 ) -> None:
     """Raise a UserError if one run cannot have all these plans."""
     begins_with = plans[places[phases[0].asked]]
     evaluates = begins_with if evaluation is None else plans[places[evaluation.asked]]
-    if evaluates.delayed and not begins_with.delayed and not config.calibration_steps:
+    if evaluates.delayed and evaluates is not begins_with:
         raise UserError(
-            "phases: validation losses in delayed scaling before a phase trains in it need the "
-            "amaxes of a calibration. Set calibration_steps to 1 or more."
-        )
-    if evaluates.recipe.attention_slots and evaluates is not begins_with:
-        raise UserError(
-            f"phases: validation losses with attention = '{evaluates.recipe.attention}' need a "
-            "first phase that trains with it: calibration gives its scales no amaxes. Evaluate "
-            "in another recipe, or begin in this one."
+            "phases: validation losses in delayed scaling need a first phase that trains in it and "
+            "so sets its scales. Evaluate in another recipe, or begin in this one."
         )
     if sum(plan.delayed for plan in plans) > 1:
         raise UserError(
             "phases: two of them are in delayed scaling of different settings, and a run keeps one "
             "amax history. Use one delayed recipe."
         )
-    if config.parallel == "fsdp":
-        raise UserError("phases in several recipes need --parallel ddp; fsdp is not possible.")

@@ -1,19 +1,18 @@
 """An optimizer step: forward and backward passes, clipping, the monitor's verdict, the update."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from fp8stack.training.checkpoint.state import random_state, restore_random_state
 from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.graphs import GraphedPasses, obstacle
 from fp8stack.training.guard.monitor import Monitor
 from fp8stack.training.metrics.expert_load import ExpertLoad, load_in
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
 from fp8stack.training.optim.optimizer import learning_rate, set_learning_rate
-from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run
 
 
@@ -24,14 +23,15 @@ class Step:
         draws: whether a step uses torch's random number generators, see `restore_rng`.
     """
 
-    def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
+    def __init__(self, run: Run, monitor: Monitor) -> None:
         self.run = run
         self.config = run.config
-        self.monitor, self.phases = monitor, phases
+        self.monitor = monitor
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self._load: ExpertLoad | None = None  # once it is computed
-        # The order in which torch sums the norm; the variants of a run share the parameters.
+        self._graphs: GraphedPasses | None = None  # of the model that trains
+        # The order in which torch sums the norm; all models of a run share the parameters.
         self._order = list(run.model.parameters())
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ class Step:
         optimizer, scaler = run.optimizer, run.scaler
         if self.draws:
             self._random = random_state()
-        self.monitor.begin(run.active is run.main or self.phases.calibrates(step))
+        self.monitor.begin(run.plan.delayed)
         set_learning_rate(optimizer, learning_rate(step, config))
         micro_batches = tokens_BT.chunk(config.accumulate)
         run.model.routing.begin()
@@ -91,29 +91,30 @@ class Step:
         """Run the forward and backward pass of a step's micro-batch `number`, counted from 0.
         Returns its loss. Gradients are of the mean loss over all micro-batches, times the loss
         scale."""
+        run, is_first = self.run, number == 0
+        samples = run.telemetry.sees_operands and run.telemetry.due(step, 1, self.config.steps)
+        if samples:
+            with run.telemetry.sampling(run.model) if is_first else nullcontext():
+                return self._run_pass(part_BT)
+        if obstacle(run):
+            return self._run_pass(part_BT)
+        if self._graphs is None or self._graphs.model is not run.model:
+            backend = run.backend
+            self._graphs = GraphedPasses(
+                self._run_pass, run.model, backend.weights, backend.delayed
+            )
+        return self._graphs(part_BT, first=is_first)
+
+    def _run_pass(self, part_BT: Tensor) -> Tensor:
+        """See `micro_step`."""
         run, scaler = self.run, self.run.scaler
-        with (
-            run.accelerator.accumulate(run.wrapped),
-            nullcontext() if number else self._observed(step),
-        ):
+        with run.accelerator.accumulate(run.wrapped):
             loss: Tensor = run.wrapped(*inputs_of(part_BT))
             mean_loss = loss.detach()
             # accelerate divides by the number of micro-batches; gradients are summed over ranks.
             loss = loss / run.ranks.count if run.ranks.count > 1 else loss
             run.accelerator.backward(loss if scaler is None else scaler.scale(loss))
         return mean_loss
-
-    @contextmanager
-    def _observed(self, step: int) -> Iterator[None]:
-        """A context in which telemetry and calibration observe the model, if due in `step`."""
-        run, telemetry = self.run, self.run.telemetry
-        samples = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
-        calibrates = self.phases.calibrates(step)
-        with (
-            self.phases.calibrating() if calibrates else nullcontext(),
-            telemetry.sampling(run.model) if samples else nullcontext(),
-        ):
-            yield
 
     def restore_rng(self) -> None:
         """Restore the state of the random number generators from before the last step, which was

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from bench import cells, report, runner
+from bench import cells, runner
 from bench.__main__ import main
 from bench.cells import Cells
-from bench.cost import grid, step
+from bench.cost import grid
 from fp8stack.analysis.benchmark.step_timing import FP8, StepWork
 from fp8stack.analysis.benchmark.timing import Timing
 from fp8stack.model.config import load_config
@@ -56,12 +56,6 @@ def broken(arm: Any, *arguments: Any) -> Callable[[], None]:
     return lambda: None
 
 
-def write_json(measured: dict[str, Any], text: str, figure: object, folder: Path) -> None:
-    """Stands in for `report.write`, which draws."""
-    (folder / f"{measured['scenario']}.json").write_text(json.dumps(measured))
-    (folder / f"{measured['scenario']}.md").write_text(text)
-
-
 def bench(
     monkeypatch: pytest.MonkeyPatch,
     timed: Callable[..., Any],
@@ -69,10 +63,10 @@ def bench(
     build: Callable[..., Any] = built,
 ) -> int:
     """Run `python -m bench` with these words; its exit code."""
-    monkeypatch.setattr(step, "interleaved", timed)
-    monkeypatch.setattr(step, "build_step", build)
-    monkeypatch.setattr(step, "free_memory", lambda device: None)
-    monkeypatch.setattr(step, "probe", lambda device: Hardware("cpu", cpu_bf16=True))
+    monkeypatch.setattr(grid, "interleaved", timed)
+    monkeypatch.setattr(grid, "build_step", build)
+    monkeypatch.setattr(grid, "free_memory", lambda device: None)
+    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu", cpu_bf16=True))
     monkeypatch.setattr(sys, "argv", ["bench", *map(str, words)])
     with pytest.raises(SystemExit) as done:
         raise SystemExit(main())
@@ -86,7 +80,6 @@ def test_a_run_that_was_ended_continues_with_the_cells_that_are_missing(
     changed, calls, tmp_path, monkeypatch, capsys
 ):
     """Cells that were measured under other conditions are not used."""
-    monkeypatch.setattr(report, "write", write_json)
     words = ["grid", *WORDS, "--parts", "sizes", "--out", tmp_path]
     assert bench(monkeypatch, Timed(stops_in=3), *words) == 130
     assert "The same command continues" in capsys.readouterr().err
@@ -114,24 +107,23 @@ def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
         built_arms.append(arm.name)
         return lambda: None
 
-    monkeypatch.setattr(step, "build_step", build)
-    monkeypatch.setattr(step, "resident_gib", lambda builder: (builder(), 1.0))
-    monkeypatch.setattr(step, "free_memory", lambda device: None)
+    monkeypatch.setattr(grid, "build_step", build)
+    monkeypatch.setattr(grid, "free_memory", lambda device: None)
     parser = argparse.ArgumentParser()
-    step.add_arguments(parser)
+    grid.add_arguments(parser)
     arguments = parser.parse_args(["--device", "cpu"])
     work = StepWork(model="124m", config=load_config("gpt2-124m"), batch=32, context=1024)
 
     def measured() -> list[str]:
         arguments.cells = Cells(tmp_path / "cells.jsonl", "here")
-        return [row["arm"] for row in step.in_turns(work, FP8, H200, arguments)]
+        return [row["arm"] for row in grid.in_turns(work, FP8, H200, arguments)]
 
-    monkeypatch.setattr(step, "interleaved", Timed(stops_in=3))
+    monkeypatch.setattr(grid, "interleaved", Timed(stops_in=3))
     with pytest.raises(KeyboardInterrupt):
         measured()
     built_arms.clear()
     timed = Timed()
-    monkeypatch.setattr(step, "interleaved", timed)
+    monkeypatch.setattr(grid, "interleaved", timed)
     names = measured()
     assert names[0] == "bf16"
     assert {"delayed", "current", "block", "mxfp8"} <= set(names)
@@ -140,22 +132,23 @@ def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
 
 
 def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "write", write_json)
-    words = ["step", "--tiny", "--device", "cpu", "--compiled", ",", "--out", tmp_path]
+    words = ["grid", "--tiny", "--device", "cpu", "--parts", "sizes", "--out", tmp_path]
     assert bench(monkeypatch, Timed(), *words, build=broken) == 1
-    assert "tiny, block: failed: RuntimeError: self must be row_major" in capsys.readouterr().err
-    results = json.loads((tmp_path / "step.json").read_text())
-    assert {"delayed", "current", "mxfp8", "plain GPT"} <= {r["arm"] for r in results["results"]}
-    line = "- block (tiny): failed: RuntimeError: self must be row_major\n"
-    assert line in (tmp_path / "step.md").read_text()
+    assert (
+        "width 16, block: failed: RuntimeError: self must be row_major" in capsys.readouterr().err
+    )
+    results = json.loads((tmp_path / "grid.json").read_text())
+    assert {"delayed", "current", "mxfp8"} <= {r["arm"] for r in results["results"]}
+    line = "- block (width 16, width 32, width 48): failed: RuntimeError: self must be row_major\n"
+    assert line in (tmp_path / "grid.md").read_text()
     # The arm works now: it is measured again with its baseline.
     assert bench(monkeypatch, Timed(), *words) == 0
-    results = json.loads((tmp_path / "step.json").read_text())
+    results = json.loads((tmp_path / "grid.json").read_text())
     assert "block" in {row["arm"] for row in results["results"]}
 
 
 def test_a_baseline_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(step, "build_step", broken)
+    monkeypatch.setattr(grid, "build_step", broken)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
     with pytest.raises(RuntimeError, match="self must be row_major"):
         runner.measured(grid, "grid", WORDS)

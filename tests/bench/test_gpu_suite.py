@@ -121,6 +121,13 @@ def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeyp
     assert " x bf16, host " in lines[2]
 
 
+def test_peers_take_turns_with_ours(tmp_path, monkeypatch):
+    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl", "--recipes", "bf16,plain,torchao")
+    assert [row["recipe"] for row in rows] == ["bf16", "plain", "bf16", "torchao"]
+    assert [bool(row["plan"]) for row in rows] == [True, False, True, False]
+    assert all(row["median_ms"] > 0 for row in rows)
+
+
 def test_an_arm_that_does_not_fit_beside_bf16_is_timed_alone(tmp_path, monkeypatch):
     build = steps.Arm.build
     alive: list[str] = []

@@ -25,13 +25,8 @@ def gaps() -> law_fit.Gaps:
 
 
 @pytest.fixture(scope="module")
-def ratios() -> law_fit.Ratios:
-    return law_fit.sensitivity_ratios(json_lines(RESULTS / law.SENSITIVITY))
-
-
-@pytest.fixture(scope="module")
-def refitted(gaps: law_fit.Gaps, ratios: law_fit.Ratios) -> Law:
-    return law_fit.fit(published(), gaps, ratios)
+def refitted(gaps: law_fit.Gaps) -> Law:
+    return law_fit.fit(published(), gaps)
 
 
 def test_the_law_that_comes_with_the_package_is_the_fit(refitted):
@@ -66,10 +61,6 @@ def test_the_gaps_of_nanochats_2b_follow_from_quartet_ii():
     errors = law.nanochat_errors(published())
     assert len(errors) == 4
     assert max(errors) <= 0.15
-
-
-def test_severities_follow_from_sensitivities(gaps, ratios, refitted):
-    assert law.sensitivity_error(gaps, ratios, refitted) <= 0.1
 
 
 def test_the_committed_predictions_are_of_every_recipe_and_size():
@@ -132,8 +123,8 @@ def test_a_severity_is_the_ratio_of_gaps_and_a_source_counts_once():
     assert law_fit.relative([row(20.0, 1.0), row(40.0, 6.0)], to) == pytest.approx(1.0)
 
 
-def test_the_page_tells_what_was_left_out_and_the_picture_is_drawn(gaps, ratios, refitted):
-    page = law.page(refitted, published(), gaps, ratios)
+def test_the_page_tells_what_was_left_out_and_the_picture_is_drawn(gaps, refitted):
+    page = law.page(refitted, published(), gaps)
     assert "5 of 6 are in their interval" in page
     for name in law.MARKERS:
         assert f"| {name} |" in page

@@ -9,7 +9,7 @@ import torch
 
 from bench import peers
 from bench.cost import emulation
-from bench.peers import te, torchao
+from bench.peers import torchao
 from bench.peers.plain_gpt import PlainGPT
 from fp8stack.analysis.benchmark.step_timing import StepWork, arms, build_step
 from fp8stack.layers import weight_changes as weights
@@ -17,7 +17,6 @@ from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 from tests.support.clock import Operations
-from tests.support.te.te_stand_in import Source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,11 +104,3 @@ def test_transformers_gpt2_has_as_many_parameters_as_ours(monkeypatch):
     work = emulation.tiny_work()
     peers.transformers_step(work)()
     assert counts == [work.config.parameters()]
-
-
-@pytest.mark.parametrize("model", ["gpt2-124m", "llama-8b"])
-def test_te_has_every_argument_that_its_layer_is_called_with(model):
-    options = te.layer_options(peers.shape_of(load_config(model)), 1)
-    layer = "pytorch/transformer.py:TransformerLayer"
-    Source().signature(f"{layer}.__init__").bind("self", **options)
-    assert "rotary_pos_emb" in Source().signature(f"{layer}.forward").parameters

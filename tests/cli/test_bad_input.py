@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fp8stack.common.io import read_toml
 from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware, doctor
 from fp8stack.precision.hardware import TE_REMEDY
@@ -28,57 +26,6 @@ from tests.faults.inputs.input_flags import bad_input, make_files, problem
 
 BAD = bad_input()
 
-CASES = {  # further flags of pretrain: what must be said
-    "digits": (["--set", "lr=" + "9" * 5000], "lr = "),
-    "two keys": (["--set", "lr=0.1\nsteps=5"], "sets more than one key"),
-    "bytes": (["--out", "h\udcff"], "out is not valid UTF-8"),
-    "newline": (["--resume", "a\nb"], "--resume a\\nb"),
-    "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
-    "out in a file": (["--out", "mine/sample.txt/r"], "mine/sample.txt is a file. Give a path in"),
-    "empty config": (["--config", ""], "--config is empty. Give a run file"),
-    "folder as config": (["--config", "mine"], "fp8stack: mine is no regular file. Give a TOML"),
-    "interval": (["--set", "interval=4"], "there is no key 'interval': scales of delayed scaling"),
-    "recipe interval": (
-        ["--recipe", "delayed", "--set", "recipe_overrides.interval=4"],
-        "ignores its own interval. Leave it out",
-    ),
-    "compile mode": (["--set", "compile_mode=reduce-overhead"], "'max-autotune-no-cudagraphs'"),
-    "recipe key": (
-        ["--recipe", "delayed", "--set", "recipe_overrides.power_of_two=true"],
-        "power_of_two changes nothing",
-    ),
-    "recipe auto": (["--set", "recipe.head=maybe"], "recipe.head = maybe needs a recipe by name"),
-    "pattern": (
-        ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["blocks.9.*"]'],
-        "the pattern 'blocks.9.*' in exclude matches no layer",
-    ),
-    "too many blocks": (
-        ["--recipe", "delayed", "--set", "recipe_overrides.exclude_last_blocks=99"],
-        "exclude_last_blocks = 99, and the model has 1 block. Give 1 at most",
-    ),
-    "no number": (["--steps", "abc"], "Invalid value for '--steps' = 'abc': Input should be"),
-    "strict torch": (
-        ["--recipe", "block", "--backend", "torch", "--device", "cpu", "--strict"],
-        "--strict: 'block' does not run as asked: torch has no block GEMM on a CPU",
-    ),
-    "strict te": (
-        ["--recipe", "delayed", "--backend", "te", "--device", "cpu", "--strict"],
-        "--strict: 'delayed' does not run as asked: delayed needs an FP8 GPU and this is a CPU",
-    ),
-    "strict reference": (
-        ["--recipe", "current", "--backend", "reference", "--strict"],
-        "the reference backend has no FP8, which current asks for",
-    ),
-    "strict shape": (
-        [
-            *("--recipe", "delayed", "--backend", "torch", "--device", "cpu", "--strict"),
-            *("--set", "model_overrides.width=24"),
-        ],
-        "--strict: blocks.0.attention.qkv cannot run in FP8: 24 in features and 72 out features, "
-        "not divisible by 16",
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
@@ -90,38 +37,6 @@ def files(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_that_names_it_and_touches_nothing(name, files):
     assert problem(files, *BAD[name]) == ""
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_line_that_names_it_and_exit_code_2(case, refused, tmp_path):
-    flags, expected = CASES[case]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
-    out = [] if "--out" in flags else ["--out", "r"]
-    assert expected in refused("pretrain", *TINY, *out, *flags)
-
-
-def test_prepare_refuses_an_empty_name_of_a_tokenizer(command, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    assert command("prepare", "a.txt", "--tokenizer", "", "--out", "t") == 2
-    assert "No tokenizer ''" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("capability", ["x.y", "9.0.1", "", "-1.0"])
-def test_doctor_refuses_what_is_no_capability(capability, refused):
-    assert "is no compute capability" in refused("doctor", "--capability", capability)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["pretend"], "No such command 'pretend'. Did you mean 'pretrain'? See --help."),
-        (["plan", "--recipes", "x"], "No such option: --recipes (Possible options: --recipe). See"),
-        (["generate"], "Missing argument 'RUN'. See --help."),
-    ],
-)
-def test_a_command_line_that_is_wrong_is_told_in_whole_sentences(words, line, refused):
-    assert line in refused(*words)
 
 
 def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, capsys):
@@ -139,43 +54,6 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
         assert re.search("step.*roofline|roofline.*step", capsys.readouterr().out, re.S)
 
 
-def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
-    message = refusal(parse_config, None, {"guard": {"windows": 1}})
-    hint = "Did you mean 'window'? Nearest: window"
-    assert message.startswith(f"flags: guard: No key 'windows'. {hint}")
-    assert "accumulate" not in message
-
-
-def test_an_override_that_is_not_finite_is_named_by_its_key():
-    table = {"model_overrides": {"experts": {"bias": math.nan}}}
-    message = refusal(parse_config, None, table)
-    assert "model_overrides.experts.bias = nan: Input should be a finite number" in message
-
-
-@pytest.mark.parametrize("flag", ["--config", "--model", "--recipe", "--set"])
-def test_a_dotted_key_of_100_kb_is_refused_in_one_line(flag, refused, tmp_path):
-    key = ".".join("a" * 50_000)
-    (tmp_path / "deep.toml").write_text(f"{key} = 1\n")
-    value = f"{key}=1" if flag == "--set" else "deep.toml"
-    assert len(refused("pretrain", flag, value, message="is nested too deeply")) < 500
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ("layers = 3000000", "layers = 3000000: Input should be less than or equal to 2048"),
-        ("layers = 1\nmlp_width = 2147483648\nkv_heads = 1", "GiB"),
-        ("layers = 2048\nmlp_width = 2147483648", "parameters are the most"),
-    ],
-)
-def test_a_model_that_no_machine_holds_is_refused_before_anything_is_allocated(
-    sizes, message, refused, tmp_path
-):
-    shape = "vocabulary = 256\ncontext = 64\nwidth = 32\nheads = 2\n"
-    (tmp_path / "large.toml").write_text(shape + sizes)
-    refused("pretrain", "--model", "large.toml", "--recipe", "fp32", "--out", "r", message=message)
-
-
 @pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])
 def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path):
     setting = f"{key}.{'a.' * 3000}a=1"
@@ -185,12 +63,6 @@ def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path)
         message = refusal(parse_config, *arguments)
         assert key in message
         assert len(message) < 500
-
-
-def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
-    with (tmp_path / "run.toml").open("wb") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
-    assert "is too large" in refusal(read_toml, tmp_path / "run.toml")
 
 
 def test_the_byte_order_mark_of_a_prompt_file_is_no_part_of_the_prompt(
@@ -214,14 +86,10 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     assert recipe.exclude == ("*.mlp.down",)
 
 
-@pytest.mark.parametrize(
-    ("memory", "size"),
-    [("80", 80 * 2**30), ("80GB", 80 * 10**9), ("80 gib", 80 * 2**30), ("1.5G", 3 * 2**29)],
-)
-def test_memory_has_a_unit(memory, size, command, capsys, monkeypatch):
+def test_memory_is_in_gib(command, capsys, monkeypatch):
     monkeypatch.setattr(Footprint, "largest", lambda *arguments: 1)
-    assert command("estimate", "--memory", memory, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["memory"] == size
+    assert command("estimate", "--memory", "1.5", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == 3 * 2**29
 
 
 def test_usual_flags_of_training_and_a_bare_resume_are_taken(command, tmp_path):
@@ -254,20 +122,26 @@ def test_a_configuration_survives_its_own_file(config):
     assert RunConfig(**tomllib.loads(to_toml(config))) == config
 
 
+# doctor
+
+
 def test_doctor_answers_in_json_for_any_machine(command, capsys):
-    assert command("doctor", "--capability", "8.0", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["hardware"]["capability"] == "8.0"
-    delayed = answer["recipes"]["delayed"]
+    def answer(*words: str) -> dict[str, Any]:
+        assert command("doctor", "--json", "--capability", *words) == 0
+        answered: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answered
+
+    ampere = answer("8.0")
+    delayed = ampere["recipes"]["delayed"]
+    assert ampere["hardware"]["capability"] == "8.0"
     outcome = (delayed["recipe"], delayed["compute_dtype"], delayed["native"])
     assert outcome == ("bf16", "bf16", False)
     assert "8.9" in delayed["reasons"][0]
-    assert answer["recipes"]["auto"]["recipe"] == "bf16"
-    assert answer["formats"]["e4m3"]["max"] == 448
-    assert command("doctor", "--capability", "9.0", "--no-te", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["hardware"]["has_te"], answer["hardware"]["te_problem"]) == (False, "")
-    delayed = answer["recipes"]["delayed"]
+    assert ampere["recipes"]["auto"]["recipe"] == "bf16"
+    assert ampere["formats"]["e4m3"]["max"] == 448
+    hopper = answer("9.0", "--no-te")
+    delayed = hopper["recipes"]["delayed"]
+    assert (hopper["hardware"]["has_te"], hopper["hardware"]["te_problem"]) == (False, "")
     assert (delayed["backend"], delayed["native"], delayed["reasons"]) == ("torch", True, [])
 
 
@@ -278,34 +152,33 @@ def test_doctor_prints_this_machine_the_recipes_and_the_formats(command, capsys)
         assert piece in printed
 
 
+TO_ADD_TE = f"Transformer Engine is optional; to add it: {TE_REMEDY}"
+
+
 @pytest.mark.parametrize(
-    ("flags", "count"),
-    [("8.9 --no-te", 1), ("12.0 --no-te", 1), ("9.0", 0), ("8.6 --no-te", 0), ("none --no-te", 0)],
+    ("flags", "printed", "not_printed"),
+    [
+        ("8.9 --no-te", [TO_ADD_TE], []),
+        ("12.0 --no-te", [TO_ADD_TE], []),
+        ("8.6 --no-te", [], [TO_ADD_TE]),
+        ("none --no-te", [], [TO_ADD_TE]),
+        (
+            "9.0",
+            ["rowwise_wgrad_hp: wgrad in high precision"],
+            [TO_ADD_TE, "nvfp4_forward_high: fprop in high precision"],
+        ),
+        ("10.0", ["nvfp4_forward_high: fprop in high precision"], [TO_ADD_TE]),
+        ("10.0 --no-te", [rf"block: .*{re.escape(TE_REMEDY)}"], []),
+    ],
 )
-def test_doctor_says_how_to_add_te_where_it_would_be_of_use(flags, count, command, capsys):
+def test_doctor_prints_a_reason_or_remedy_as_one_line_where_it_is_of_use(
+    flags, printed, not_printed, command, capsys
+):
     assert command("doctor", "--capability", *flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines.count(f"Transformer Engine is optional; to add it: {TE_REMEDY}") == count
-
-
-def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys):
-    assert command("doctor", "--capability", "10.0", "--no-te") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("block: ") and TE_REMEDY in line]) == 1
-
-
-@pytest.mark.parametrize("capability", ["9.0", "10.0"])
-def test_doctor_names_the_gemms_in_low_precision_and_those_that_are_not(
-    capability, command, capsys
-):
-    assert command("doctor", "--capability", capability) == 0
-    lines = capsys.readouterr().out.splitlines()
-    reason = "wgrad in high precision"
-    assert f"rowwise_wgrad_hp: {reason}" in lines
-    reason = "fprop in high precision"
-    native = capability == "10.0"
-    assert (f"nvfp4_forward_high: {reason}" in lines) == native
-    assert any("nvfp4_forward_high (native)" in line for line in lines) == native
+    for pattern in printed + not_printed:
+        matching = [line for line in lines if line == pattern or re.match(pattern, line)]
+        assert len(matching) == (pattern in printed), pattern
 
 
 @pytest.mark.parametrize("width", [40, 80, 400])

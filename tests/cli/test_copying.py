@@ -9,8 +9,7 @@ import pytest
 from fp8stack.common import presets
 from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe
-from fp8stack.training.run_folder import RunFolder
-from tests.conftest import TINY
+from tests.conftest import TINY, metrics
 
 
 def test_a_copied_preset_is_the_preset_under_the_name_of_its_file(command, capsys):
@@ -39,7 +38,7 @@ def test_a_copied_configuration_trains_the_same_run(command, capsys):
     assert command("copy", "run", "runs/a", "mine.toml") == 0
     assert "then: fp8stack pretrain --config mine.toml" in capsys.readouterr().out
     assert command("pretrain", "--config", "mine.toml", "--out", "runs/b") == 0
-    a, b = (RunFolder(Path(path)).read_metrics()[-1]["val_loss"] for path in ("runs/a", "runs/b"))
+    a, b = (metrics(Path(path))[-1]["val_loss"] for path in ("runs/a", "runs/b"))
     assert a == b
 
 
@@ -77,5 +76,5 @@ def test_a_copied_configuration_names_the_runs_own_files(command):
     Path("mine.toml").unlink()
     assert command("copy", "run", "a", "copy.toml") == 0
     assert command("pretrain", "--config", "copy.toml", "--out", "b") == 0
-    a, b = (RunFolder(Path(path)).read_metrics()[-1]["val_loss"] for path in ("a", "b"))
+    a, b = (metrics(Path(path))[-1]["val_loss"] for path in ("a", "b"))
     assert a == b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -10,6 +11,7 @@ import typer
 
 from fp8stack.cli.app import app
 from fp8stack.cli.options import COMMAND_GROUPS, GROUPS
+from fp8stack.planning.run_keys import FLAGS
 
 ROOT: Any = typer.main.get_command(app)
 NAMES = sorted(set(ROOT.commands) - {"bench"})
@@ -49,18 +51,23 @@ def test_pretrains_help_has_at_most_75_lines_in_all_groups(helped):
     assert "  --[no-]compile               Use torch.compile. [on a GPU]" in lines
 
 
-def test_every_option_that_a_group_names_is_one_of_a_command():
-    parameters = {
-        parameter.name for command in ROOT.commands.values() for parameter in command.params
-    }
+def test_every_option_of_a_group_is_one_of_a_command_and_pretrains_all_have_a_group():
+    options = {option.name for command in ROOT.commands.values() for option in command.params}
     grouped = {name for names in GROUPS.values() for name in names.split()}
-    assert grouped - parameters == set()
+    assert grouped <= options
+    pretrain = {option.name for option in ROOT.commands["pretrain"].params}
+    assert pretrain - grouped - FLAGS.keys() == set()
 
 
-def test_every_option_of_pretrain_has_a_group():
-    grouped = {name for names in GROUPS.values() for name in names.split()}
-    options = {option.name for option in ROOT.commands["pretrain"].params}
-    assert options - grouped - {"help"} == set()
+def test_a_flag_is_the_type_the_choices_and_the_default_of_its_key(helped):
+    text = " ".join(helped("pretrain").split())
+    for key, type_name, ending in (
+        ("optimizer", "str", "adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]"),
+        ("steps", "int", "Optimizer steps. [1200]"),
+        ("lr, --learning-rate", "float", "Peak learning rate. [0.003]"),
+        ("seed", "int", "samples. [0]"),
+    ):
+        assert re.search(rf"--{key} <{type_name}>[^<]*{re.escape(ending)}", text), key
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,12 +11,7 @@ from fp8stack.common import presets
 from fp8stack.model.config import load_config
 from fp8stack.precision.rules import shipped
 from tests.conftest import TINY
-
-
-@pytest.fixture
-def run(command, capsys):
-    assert command("pretrain", *TINY, "--recipe", "current", "--steps", "2", "--out", "runs/a") == 0
-    return capsys.readouterr().out
+from tests.support.run_folders import make_run
 
 
 def listed(command, capsys, *words):
@@ -51,37 +46,35 @@ def test_recipes_are_listed_with_how_a_machine_runs_them(
     assert rows["bf16"]["bits"] == 16
 
 
-def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys, run):
+def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys):
+    assert command("pretrain", *TINY, "--recipe", "current", "--steps", "2", "--out", "runs/a") == 0
+    trained = capsys.readouterr().out
     (row,) = listed(command, capsys, "runs")
     assert (row["run"], row["state"], row["steps"]) == ("runs/a", "done", "2 of 2")
     assert command("list", "runs") == command("show", "runs/a") == 0
-    details = capsys.readouterr().out
-    assert "validation loss" in details
-    for output in (run, details):
-        for name in ("report", "generate", "forecast", "export"):
+    shown = capsys.readouterr().out
+    assert "validation loss" in shown
+    for output in (trained, shown):
+        for name in ("report", "generate", "export"):
             assert f"  fp8stack {name} runs/a" in output
         assert "--resume" not in output
-
-
-def test_a_run_that_was_cut_is_to_be_resumed(command, capsys, run):
     config = Path("runs/a/run.toml")
-    config.write_text(config.read_text().replace("steps = 2", "steps = 4"))
-    capsys.readouterr()
+    config.write_text(config.read_text().replace("steps = 2", "steps = 4"))  # as if it was cut
     assert command("show", "runs/a") == 0
-    details = capsys.readouterr().out
-    assert "fp8stack pretrain --resume runs/a" in details
+    assert "fp8stack pretrain --resume runs/a" in capsys.readouterr().out
 
 
 def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(
-    command, capsys, run, undrawn
+    command, capsys, tmp_path, undrawn
 ):
-    assert command("report", "runs/a", "--json") == 0
+    make_run(tmp_path / "a", steps=20)
+    assert command("report", "a", "--json") == 0
     (facts,) = json.loads(capsys.readouterr().out)
-    assert (facts["run"], facts["state"], facts["steps"]) == ("runs/a", "done", "2 of 2")
+    assert (facts["run"], facts["state"], facts["steps"]) == ("a", "done", "20 of 20")
     assert "emulat" in " ".join(facts["plan"])
     # --out also writes a page, from the same analysis.
-    assert not Path("runs/a/report.html").exists()
-    assert command("report", "runs/a", "--json", "--out", "a.html") == 0
+    assert not Path("a/report.html").exists()
+    assert command("report", "a", "--json", "--out", "a.html") == 0
     output = capsys.readouterr()
     assert (json.loads(output.out), output.err) == ([facts], "report: a.html\n")
     assert Path("a.html").exists()
@@ -91,21 +84,6 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
     (tmp_path / "runs").mkdir()
     assert command("list", "runs") == 0
     assert capsys.readouterr().out == "No runs in runs.\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["list", "model"], "No kind to list 'model'. Did you mean 'models'?"),
-        (["list", "runs", "nowhere"], "No folder nowhere. Give the one that your runs are in."),
-        (["list", "models", "there"], "FOLDER is for `list runs`. Leave it out."),
-        (["list", "runs", "--capability", "9.0"], "--capability is for `list recipes`."),
-        (["show", "nowhere"], "No run in 'nowhere'"),
-        (["report", "nowhere", "--json", "--text"], "Give --json or --text, not both."),
-    ],
-)
-def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, message):
-    refused(*words, message=message)
 
 
 @pytest.mark.parametrize(

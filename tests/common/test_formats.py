@@ -40,20 +40,14 @@ def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) 
     )
 
 
-def test_all_256_codes_of_e8m0_decode_as_ml_dtypes_and_gfloat_do():
-    assert_same_bits("e8m0", range(256), decoded("e8m0"))
-    gfloat_values = [gfloat.decode_float(GFLOAT["e8m0"], code).fval for code in range(256)]
-    assert_same_bits("e8m0", range(256), np.array(gfloat_values))
-
-
-@pytest.mark.parametrize("name", get_args(FormatName))
+@pytest.mark.parametrize("name", [*get_args(FormatName), "e8m0"])
 def test_the_codes_of_every_format_of_an_operand_decode_as_the_references_do(name):
-    codes = range(2 ** BITS[name])
+    codes = range(2 ** BITS.get(name, 8))
     assert_same_bits(name, codes, decoded(name))
     info = getattr(gfloats, f"format_info_ocp_{name}")
     gfloat_values = [gfloat.decode_float(info, code).fval for code in codes]
     assert_same_bits(name, codes, np.array(gfloat_values))
-    assert (FORMATS[name].bits, FORMATS[name].max) == (BITS[name], MAX[name])
+    assert name == "e8m0" or (FORMATS[name].bits, FORMATS[name].max) == (BITS[name], MAX[name])
 
 
 @pytest.mark.parametrize("name", OWN_FORMATS)

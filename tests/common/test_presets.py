@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import tomllib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fp8stack.common import presets
-from fp8stack.common.errors import UserError, unknown
-from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.common.errors import unknown
+from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe
-from fp8stack.precision.recipe import Recipe
 from tests.conftest import refusal
 
 LEAST = "vocabulary = 256\ncontext = 128\nlayers = 2\nwidth = 64\nheads = 4\n"
@@ -92,31 +87,13 @@ def test_a_users_own_model_works_by_path_with_gpt2s_choices_as_defaults_and_over
 
 WRONG = {  # lines that replace the key's line: the message
     "layer = 3": "No key 'layer'. Did you mean 'layers'?",
-    "n_embd = 3": "No key 'n_embd'.",
     "[optimizer]\nlr = 1.0": "No key 'optimizer'.",
-    "dropout = 1.0": "dropout = 1.0: Input should be less than 1",
-    "dropout = -0.1": "dropout = -0.1: ",
-    "dropout = nan": "dropout = nan: ",
-    'norm = "batchnorm"': "norm = 'batchnorm': Input should be 'layernorm' or 'rmsnorm'",
     "bias = 1": "bias = 1: ",
     "kv_heads = 3": "heads 4 is not divisible by kv_heads 3",
-    "kv_heads = 0": "kv_heads = 0: ",
-    "mlp_width = 1.5": "mlp_width = 1.5: ",
-    'init_std = "small"': "init_std = 'small': ",
-    "init_std = -1.0": "init_std = -1.0: ",
-    "init_std = inf": "init_std = inf: ",
-    "norm_eps = 0.0": "norm_eps = 0.0: ",
-    "norm_eps = inf": "norm_eps = inf: ",
     "norm_eps = 1979-05-27": "norm_eps = ",
-    "rope_theta = inf": "rope_theta = inf: ",
-    "width = 66": "width 66 is not divisible by heads 4",
-    "width = 0": "width = 0: ",
-    "layers = -1": "layers = -1: ",
-    "heads = 4.0": "heads = 4.0: ",
-    "heads = true": "heads = True: ",
     'context = "128"': "context = '128': ",
-    "vocabulary = []": "vocabulary = []: ",
     "vocabulary = { a = 1 }": "vocabulary = {'a': 1}: ",
+    "width = 66": "width 66 is not divisible by heads 4",
     'width = 12\npositions = "rope"': "even head width, this is 3",
 }
 
@@ -142,13 +119,9 @@ def test_a_missing_size_is_named_and_one_that_is_mistyped_is_called_unknown(writ
         assert f"No key '{typo}'. Did you mean '{key}'?" in message
 
 
-def test_wrong_overrides_and_sizes_that_no_machine_can_hold_are_refused():
+def test_overrides_that_are_no_size_are_refused():
     for value in ("layers", ["layers"], None, object()):
         assert "layers = " in refusal(load_config, "gpt-nano", {"layers": value})
-    # Else they end in a hang or an untyped error while the model is built.
-    for key in ("vocabulary", "context", "layers", "width", "kv_heads", "mlp_width"):
-        sizes = {key: 10**30} | ({"heads": 10**30, "width": 10**30} if key == "kv_heads" else {})
-        assert " = 1000000" in refusal(load_config, "gpt-nano", sizes)
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\r", "\x1b[2J", "", "=", "'\"", "日本語"], ids=repr)
@@ -157,68 +130,3 @@ def test_a_key_of_any_characters_is_refused_in_one_printable_line(write_file, lo
     escaped = "".join(f"\\U{ord(character):08x}" for character in key)
     head = LEAST if load is load_config else 'description = "x"\nlike = "mxfp8"\n'
     assert refusal(load, write_file(f'{head}"{escaped}" = 1\n')).isprintable()
-
-
-# Arbitrary tables raise only a UserError
-
-scalars = st.one_of(
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([0, 1, 2, 4, 64, 128, 10**30, 10**400, "delayed", "e4m3", "rope", "swiglu"]),
-    st.floats(),
-    st.text(max_size=8),
-    st.dates(),
-    st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
-    st.times(),
-)
-few = st.text(max_size=5)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(few, inner, max_size=3),
-    max_leaves=5,
-)
-RECIPE_LIKE = st.fixed_dictionaries(
-    {"name": st.just("x"), "description": st.just("x")},
-    optional={
-        "like": st.sampled_from(["delayed", "current", "block", "mxfp8"]) | values,
-        "compute_dtype": st.sampled_from(["bf16", "fp32"]) | values,
-        "exclude": st.lists(few, max_size=3) | values,
-        **dict.fromkeys(("margin", "history_length", "head", "forward_format"), values),
-    },
-)
-MODEL_LIKE = st.fixed_dictionaries(
-    {key: st.integers(1, 64) | values for key in ("vocabulary", "context", "layers")},
-    optional={
-        "width": st.sampled_from([64, 128]) | values,
-        "heads": st.sampled_from([1, 2, 4]) | values,
-        "kv_heads": st.integers(-1, 4) | values,
-        "positions": st.just("rope") | values,
-        **dict.fromkeys(("norm_eps", "dropout", "rope_theta"), values),
-    },
-)
-NAMES = st.text(max_size=20) | st.text(max_size=20).map(lambda text: text + ".toml")
-ASKED: dict[str, tuple[Any, Callable[[Any], object], str]] = {
-    "recipe": (RECIPE_LIKE, lambda table: presets.parse(Recipe, table, "here"), "here: "),
-    "model": (MODEL_LIKE, lambda table: presets.parse(GPTConfig, table, "here"), "here: "),
-    "name of a model": (NAMES, lambda name: presets.read("models", name), ""),
-    "name of a recipe": (NAMES, lambda name: presets.read("recipes", name), ""),
-}
-
-
-@pytest.mark.parametrize("examples", [100, pytest.param(1000, id="long", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ASKED)
-def test_whatever_is_asked_for_is_found_or_refused_in_one_line(examples, case):
-    like, ask, start = ASKED[case]
-
-    def check(value: Any) -> None:
-        message = start
-        try:
-            ask(value)
-        except UserError as error:
-            message = str(error)
-        assert len(message.splitlines()) <= 1, message
-        assert message.startswith(start)
-
-    quietly: dict[str, Any] = {"derandomize": True, "deadline": None, "database": None}
-    slow = [HealthCheck.too_slow]
-    settings(max_examples=examples, suppress_health_check=slow, **quietly)(given(like)(check))()

@@ -39,30 +39,6 @@ def check_pip(words: Sequence[str]) -> None:
             assert "==" not in word or word in pinned, f"constraints.txt has no {word}"
 
 
-def check_pytest(words: Sequence[str]) -> None:
-    """Check that pytest knows the options and markers, and that the files exist."""
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    markers = {marker.partition(":")[0] for marker in tool["pytest"]["ini_options"]["markers"]}
-    values = iter(words)
-    for word in values:
-        if word == "-m":
-            names = set(re.findall(r"\w+", next(values))) - {"not", "and", "or"}
-            assert names <= markers, names - markers
-        elif word in ("-n", "--dist", "-k"):
-            next(values)
-        elif not word.startswith("-"):
-            assert (ROOT / word.partition("::")[0]).exists(), word
-        else:
-            assert word in ("-q", "-x", "-v"), f"pytest {word}?"
-
-
-def check_target(words: Sequence[str]) -> None:
-    """Check that the Makefile has the targets."""
-    text = (ROOT / "Makefile").read_text()
-    for target in words:
-        assert re.search(rf"^{re.escape(target)}\b[^:=\n]*:(?!=)", text, re.M), target
-
-
 def check_bench(words: Sequence[str], folder: Path) -> None:
     """Check that a scenario of `python -m bench` accepts the options, without running it."""
     if not words:

@@ -17,21 +17,18 @@ import fp8stack
 from fp8stack.analysis.forecast.forecast import forecast_by_size
 from fp8stack.analysis.forecast.law import fitted
 from fp8stack.cli import app as cli
+from fp8stack.common.io import json_lines
 from fp8stack.layers import fp8_state
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.run_config import GuardConfig, OptimizerName, RunConfig
+from fp8stack.planning.run_config import GuardConfig, RunConfig
 from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe_file as recipes
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.profit import least_ratio
-from fp8stack.training.run_folder import read_rows
-from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
-GPUS = {"9.0": ["delayed", "current", "block"], "8.9": ["delayed", "current"]}
-GPUS["10.0"] = ["delayed", "mxfp8", "nvfp4"]
 WORDS = {"parallel", "resumable", "bytes", "names"}  # of the list of rooms, that name no module
 MADE_UP = {"fp8stack/layers/exact.py", "train.py"}  # or another project's
 MADE_UP |= {"compressed_tensors_w8a8_fp8.py", "quantization/quant_scheme.py"}
@@ -40,7 +37,6 @@ STUDIED = {"FP8": ["delayed", "current", "block", "mxfp8", "rowwise"]}
 STUDIED |= {"FP6": ["mxfp6_e2m3", "mxfp6_e3m2"]}
 STUDIED |= {"FP4": ["mxfp4", *(f"nvfp4{form}" for form in ("", "_nearest", "_no_hadamard"))]}
 COSTS = "docs/what_does_it_cost.md"
-MODELS = ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-8b"]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(cli.app))["commands"]
 
 
@@ -48,25 +44,17 @@ def _text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_every_key_is_documented_with_its_default():
-    flags = {option.name for option in COMMANDS["pretrain"].params}
+@pytest.mark.parametrize(("keys", "prefix"), [(RunConfig, ""), (GuardConfig, "guard.")])
+def test_every_key_is_documented_with_its_default(keys, prefix):
+    flags = {option.name for option in COMMANDS["pretrain"].params} if keys is RunConfig else ()
     text = _text("docs/configuration.md")
-    for key, field in RunConfig.model_fields.items():
-        name = f"--{key.replace('_', '-')}" if key in flags else key
+    for key, field in keys.model_fields.items():
+        name = f"--{key.replace('_', '-')}" if key in flags else prefix + key
         row = re.search(rf"^\| `{name}` \| (.*?) \|", text, re.M)
         assert row, name
-        if isinstance(field.default, GuardConfig):  # it has a table of its own
-            assert row[1] == "see below"
-        else:
-            expected = "" if field.default is None else _shown(field.default)
-            assert row[1].strip("` ") == expected, key
-
-
-@pytest.mark.parametrize("key", GuardConfig.model_fields)
-def test_every_key_of_the_guard_is_documented_with_its_default(key):
-    row = re.search(rf"^\| `guard.{key}` \| (.*?) \|", _text("docs/configuration.md"), re.M)
-    assert row, key
-    assert row[1].strip("` ") == _shown(GuardConfig.model_fields[key].default)
+        default = "" if field.default is None else _shown(field.default)
+        expected = "see below" if isinstance(field.default, GuardConfig) else default
+        assert row[1].strip("` ") == expected, key
 
 
 def _shown(default: object) -> str:
@@ -79,14 +67,6 @@ def test_every_flag_is_documented_and_every_documented_flag_exists():
     flags = {f"--{option.name.replace('_', '-')}" for option in COMMANDS["pretrain"].params}
     documented = set(re.findall(r"`(--[a-z-]+)", _text("docs/configuration.md")))
     assert documented - {"--no-guard", "--init", "--learning-rate"} == flags - {"--help"}
-
-
-@pytest.mark.parametrize("command", ["pretrain", "compare", "plan", "estimate"])
-def test_the_defaults_in_the_help_are_the_defaults(command):
-    for option in COMMANDS[command].params:
-        match = re.search(r"\[([0-9a-z.-]+)\]$", option.help or "")
-        if match and option.name in RunConfig.model_fields:
-            assert match[1] == str(RunConfig.model_fields[option.name].default), option.name
 
 
 def test_recipe_and_model_keys_are_documented():
@@ -117,33 +97,22 @@ def test_names_that_the_page_of_additions_gives_are_in_their_files():
     places = re.findall(
         r"`(\w+)`(?: or `(\w+)`)?\s+\(`(fp8stack/[\w/]+\.py)`", _text("docs/adding.md")
     )
-    assert len(places) >= 8
+    assert len(places) >= 7
     for *names, file in places:
         for name in filter(None, names):
             assert re.search(rf"\b{name}\b( =|\(|:)", _text(file)), f"{name} in {file}"
 
 
 def test_every_field_of_a_runs_log_is_documented(pristine):
-    rows = read_rows(pristine / "metrics.jsonl", {"step": 0})
+    rows = json_lines(pristine / "metrics.jsonl")
     fields = set().union(*rows)
     text = _text("docs/architecture.md").partition("Rows of `metrics.jsonl`:")[2]
     assert {"loss", "step_ms", "val_loss"} <= fields
     assert fields - set(re.findall(r"`(\w+)`", text)) == set()
-    rows = read_rows(pristine / "telemetry.jsonl", {"step": 0})
+    rows = json_lines(pristine / "telemetry.jsonl")
     fields = set().union(*rows)
     assert {"layer", "sqnr_db", "gradient"} <= fields
     assert fields - set(re.findall(r"`(\w+)`", _text("docs/telemetry.md"))) == set()
-
-
-def test_the_help_names_every_optimizer():
-    (help,) = {option.help for option in COMMANDS["pretrain"].params if option.name == "optimizer"}
-    assert set(re.findall(r"\w+", help.partition(".")[0])) - {"or"} == set(get_args(OptimizerName))
-
-
-def test_the_table_of_optimizers_has_all():
-    table = _text("docs/training_step.md").partition("## Optimizers")[2].partition("\n\n")[2]
-    rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
-    assert set(rows) == set(get_args(OptimizerName))
 
 
 def test_the_loops_of_the_python_page_train_in_delayed_scaling():
@@ -163,7 +132,7 @@ def test_the_readme_shows_every_command():
 def test_every_capability_names_tests_that_exist():
     text = _text("docs/capabilities.md")
     rows = re.findall(r"^\| ([A-E]\d+) \|.*\| ([^|]*) \|$", text, re.M)
-    counts = {"A": 15, "B": 11, "C": 3, "D": 13, "E": 4}
+    counts = {"A": 15, "B": 11, "C": 3, "D": 12, "E": 4}
     expected = [f"{letter}{number}" for letter, n in counts.items() for number in range(1, n + 1)]
     assert [row for row, _ in rows] == expected
     for row, cell in rows:
@@ -203,8 +172,6 @@ def test_the_forecasts_of_the_documents_are_the_commands():
     law = fitted()
     formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
     assert formula in _text(COSTS)
-    (error,) = re.findall(r"by sensitivity is (\d+)%", _text("bench/results/cpu/law.md"))
-    assert f"[{error} %](../bench/results/cpu/law.md#severities)" in _text(COSTS)
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():
@@ -218,9 +185,6 @@ def test_the_table_of_costs_is_that_of_the_committed_study():
             gaps = sorted(round(cell["gap"]["mean"], 2) + 0.0 for cell in chosen)
             least, most = f"{gaps[0]:.2f}", f"{gaps[-1]:.2f}"
             assert cell == (least if least == most else f"{least} to {most}"), title
-    in_bf16 = re.findall(r"it is ([\d.]+) % for `delayed`, ([\d.]+) % for `current`", _text(COSTS))
-    means = {cell["recipe"]: f"{cell['gap']['mean']:.2f}" for cell in cells}
-    assert in_bf16 == [tuple(means[f"{name}_bf16_residual"] for name in ("delayed", "current"))]
 
 
 # Pages: predictions, examples of code, figures, links
@@ -265,23 +229,6 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    "model",
-    [case(name, quick=name == "gpt2-1.5b") for name in MODELS],
-)
-def test_the_predicted_speeds_are_those_that_the_command_prints(model, command, capsys):
-    sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]
-    cells = []
-    for capability, names in GPUS.items():
-        words = ["--model", model, "--capability", capability, "--batch", sizes[0]]
-        assert command("bench", "roofline", *words, "--context", sizes[1]) == 0
-        printed = capsys.readouterr().out
-        for recipe in names:
-            (row,) = re.findall(rf"^\| {recipe} \|.*\| ([\d.]+) \|$", printed, re.M)
-            cells.append(row)
-    assert f"| {model} | {' | '.join(cells)} |" in _text("docs/choosing_a_recipe.md")
-
-
 @pytest.mark.parametrize("scaling", ["delayed", "current", "block, mxfp8"])
 def test_where_fp8_pays_is_what_plans_go_by(scaling):
     text = _text("docs/performance.md")
@@ -301,7 +248,7 @@ def test_the_memory_that_the_faq_tells_is_the_estimate(command, capsys):
     text = " ".join(text.split())
     estimate = json.loads(capsys.readouterr().out)
     peaks = {recipe: memory["peak"] / 2**30 for recipe, memory in estimate["recipes"].items()}
-    assert f"{peaks['delayed']:.2f} GiB in delayed scaling, {peaks['bf16']:.2f} GiB in bf16" in text
+    assert f"{peaks['delayed']:.0f} GiB in delayed scaling, {peaks['bf16']:.0f} GiB in bf16" in text
     model = fp8stack.load_config("gpt2-1.5b")
     assert f"of which {16 * model.parameters() / 2**30:.0f} GiB are" in text
 
@@ -339,22 +286,19 @@ def test_links_lead_to_a_file_and_a_heading_of_it():
                 assert anchor in anchors, f"{page}: {target}#{anchor}"
 
 
-def test_make_and_ci_call_the_same_checks():
+def test_make_ci_and_contributing_name_the_same_checks():
     makefile, script = _text("Makefile"), _text(".ci/check")
     checks = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
     called = set(re.findall(r"^\t\.ci/check (\w+)$", makefile, re.M))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    for words in re.findall(r"^make ([a-z -]+?) *#", _text("CONTRIBUTING.md"), re.M):
+        assert set(words.split()) <= targets, words
     assert checks == called == {"lint", "types", "audit", "conform", "tests", "kinds"}
     (usual,) = re.findall(r"^\[ \$# -gt 0 \] \|\| set -- (.*)$", script, re.M)
     assert set(usual.split()) == checks - {"kinds"}  # it runs the tests twice
     assert _text(".ci/run").rstrip().endswith("\n.ci/check")
     ended = subprocess.run([ROOT / ".ci/check", "nope"], capture_output=True, text=True)
     assert (ended.returncode, "Known: lint, types" in ended.stderr) == (2, True)
-
-
-def test_every_target_that_contributors_are_told_of_exists():
-    targets = set(re.findall(r"^([a-z-]+):", _text("Makefile"), re.M))
-    for words in re.findall(r"^make ([a-z -]+?) *#", _text("CONTRIBUTING.md"), re.M):
-        assert set(words.split()) <= targets, words
 
 
 def test_the_changelog_has_the_version():

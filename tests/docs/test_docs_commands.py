@@ -8,6 +8,7 @@ other tests only parse them, or run them on one rank.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,49 +21,29 @@ import fp8stack
 from fp8stack.training.memory_check import Footprint
 from fp8stack.training.pretrain import pretrain
 from tests.conftest import exit_code
-from tests.docs import docs_checks as checks
 from tests.docs import docs_runner as runner
+from tests.docs.docs_checks import check_bench, check_pip
 from tests.docs.docs_commands import PAGES, ROOT, Command, blocks, commands
 from tests.faults import harness
 
 ALL = [command for page in PAGES for command in commands(page)]
 HERE = [command for command in ALL if runner.not_run(command) is None]
-_LAUNCHERS = ("torchrun", "accelerate")
-
-
-def _launches(command: Command) -> bool:
-    return any(f"{name} " in command.text for name in _LAUNCHERS) and "pip " not in command.text
-
-
-def _measures(command: Command) -> bool:
-    """Whether it is a scenario of `python -m bench`. Its `check` compares speeds with those that
-    are committed: no test does that."""
-    return command.text.startswith("python -m bench") and command.words[3:4] != ["check"]
-
-
-def _compares(command: Command) -> bool:
-    return command.text.startswith("fp8stack compare --")
-
-
-def _estimates(command: Command) -> bool:
-    """Whether it looks for the largest batch, by an estimate of many."""
-    return command.text.startswith("fp8stack estimate")
-
-
-def _draws(command: Command) -> bool:
-    """Whether it draws the page of a report, as tests of reports do."""
-    return command.text.startswith("fp8stack report") and "--text" not in command.text
-
-
-def _kills(command: Command) -> bool:
-    return command.text.startswith("python -m tests.faults.harness")
-
-
 # Slow: starting ranks takes 10 s and more, scenarios measure even in their short form, a comparison
 # starts a process for each run, a largest batch is looked for in seconds, a fault kills a process,
-# and a report draws for 5 s and more.
-LONG = (_launches, _measures, _compares, _estimates, _draws, _kills)
-SLOW = [command for command in HERE if any(is_long(command) for is_long in LONG)]
+# and a report draws for 5 s and more. (`bench check` compares speeds with committed ones: no test.)
+LONG = {
+    "launch": r"(?!.*\bpip ).*\b(torchrun|accelerate) ",
+    "bench": r"python -m bench(?! check)",
+    "compare": r"fp8stack compare --",
+    "estimate": r"fp8stack estimate",
+    "report": r"fp8stack report",
+    "fault": r"python -m tests\.faults\.harness",
+}
+
+
+def kind(command: Command) -> str | None:
+    """The kind of a command that takes long; None for others."""
+    return next((name for name, start in LONG.items() if re.match(start, command.text, re.S)), None)
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +60,28 @@ class Sessions:
     def __init__(self, goods: Path, factory: pytest.TempPathFactory) -> None:
         self.goods = goods
         self.factory = factory
-        self.folders: dict[tuple[str, int], Path] = {}
+        self.folders: dict[tuple[str, int | None], Path] = {}
         self.done: set[Command] = set()
 
     def folder(self, command: Command) -> Path:
         """The folder to run a command in, with the files that the documents mention."""
-        key = (command.page, -1 if command.block is None else command.block)
+        key = (command.page, command.block)
         if command.block is None or key not in self.folders:
-            mates = [c for c in ALL if c.page == command.page and c.block == command.block]
             self.folders[key] = self.factory.mktemp("session")
-            made_here = [command] if command.block is None else mates
-            runner.furnish(self.folders[key], self.goods, made_here)
+            runner.furnish(self.folders[key], self.goods, mates(command, ALL))
         return self.folders[key]
 
     def before(self, command: Command) -> list[Command]:
         """Earlier commands of the same block that have not run yet."""
-        if command.block is None:
-            return []
-        mates = [c for c in HERE if (c.page, c.block) == (command.page, command.block)]
-        return [c for c in mates[: mates.index(command)] if c not in self.done]
+        block = mates(command, HERE)
+        return [c for c in block[: block.index(command)] if c not in self.done]
+
+
+def mates(command: Command, among: list[Command]) -> list[Command]:
+    """The commands of the same block; inline code stands alone."""
+    if command.block is None:
+        return [command]
+    return [c for c in among if (c.page, c.block) == (command.page, command.block)]
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +100,6 @@ def test_a_command_of_the_documents_runs(command, sessions, monkeypatch):
 
 
 def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if command.text.startswith("python - <<"):
-        code = "".join(command.text.splitlines(keepends=True)[1:-1])
-        exec(compile(code, command.place, "exec"), {"__name__": "__main__"})
-        return
     if command.script:
         reads = " > " in command.text  # what the command prints
         for words in runner.run_script(command.text, folder, launch=reads):
@@ -132,18 +112,14 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     program, *arguments = words
     if program == "pip":
         assert arguments[0] == "install"
-        checks.check_pip(arguments[1:])
-    elif program == "pytest":
-        checks.check_pytest(arguments)
-    elif program == "make":
-        checks.check_target(arguments)
-    elif program in _LAUNCHERS:
+        check_pip(arguments[1:])
+    elif kind(command) == "launch":
         _, launched = runner.launched(words)
         launched = launched[launched.index("pretrain") :]
         assert exit_code(*runner.scaled(launched)) == 0
     elif words[:3] == ["python", "-m", "bench"]:
-        checks.check_bench(words[3:], folder)
-    elif _kills(command):
+        check_bench(words[3:], folder)
+    elif kind(command) == "fault":
         assert harness.parse(words[3])
         assert exit_code(*runner.scaled(words[5:])) == 0
     elif program == "fp8stack" or words[:3] == ["python", "-m", "fp8stack"]:
@@ -155,31 +131,25 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.block is None and runner.check_name(words, exit_code):
         return
-    if _compares(command):
+    if kind(command) == "compare":
         from fp8stack.analysis.compare import comparison
 
         monkeypatch.setattr(comparison, "compare", lambda comparison: 0)
-    if _estimates(command):
+    if kind(command) == "estimate":
         monkeypatch.setattr(Footprint, "largest", lambda *arguments: 1)
-    if _draws(command):
+    if kind(command) == "report":
         import fp8stack.analysis.report
 
         monkeypatch.setattr(fp8stack.analysis.report, "report", _runs_are_there)
     assert exit_code(*runner.scaled(words)) == 0
 
 
-def _runs_are_there(runs: list[Path], out: str | None, text: bool, as_json: bool) -> None:
+def _runs_are_there(runs: list[Path], *options: Any) -> None:
     """In place of a report's drawing."""
     assert all((run / "metrics.jsonl").exists() for run in runs)
 
 
-def _be_killed(words: list[str], folder: Path) -> None:
-    """A fault that kills: its run, not made shorter, or the fault would never come."""
-    small = [*words, *runner.SMALL, *runner.RUN, "--context=16"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = [sys.executable, "-m", "tests.faults.harness", *small]
-    done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr[-2000:]
+SLOW = [command for command in HERE if kind(command)]
 
 
 @pytest.mark.slow
@@ -188,45 +158,45 @@ def test_a_command_that_takes_longer_runs_too(command, sessions, monkeypatch):
     folder = sessions.folder(command)
     monkeypatch.chdir(folder)
     for earlier in sessions.before(command):
-        sessions.done.add(earlier)
         _run(earlier, folder, monkeypatch)
-    sessions.done.add(command)
+    sessions.done |= {*sessions.before(command), command}
     if command.script:
         runner.run_script(command.text, folder, launch=True)
         return
     words = runner.substituted(command.words)
-    named = command.block is None and words[0] == "fp8stack"
-    if named and runner.check_name(words[1:], exit_code):
+    if command.block is None and words[0] == "fp8stack" and runner.check_name(words[1:], exit_code):
         return
     on_a_gpu = words[3:4] in (["golden"], ["gpu"]) and "--dry-run" not in words
     if on_a_gpu and not torch.cuda.is_available():
         pytest.skip("measures a GPU")
-    if _kills(command):
-        _be_killed(words[3:], folder)
-        return
-    if words[0] == "fp8stack":
+    expected = 0
+    if kind(command) == "fault":  # not made shorter, or the fault would never come
+        words = [sys.executable, *words[1:], *runner.SMALL, *runner.RUN, "--context=16"]
+        expected = -9
+    elif words[0] == "fp8stack":
         words = [sys.executable, "-m", "fp8stack", *runner.scaled(words[1:])]
-    elif words[0] in _LAUNCHERS:
+    elif kind(command) == "launch":
         words = runner.on_two_ranks(words)
     elif words[3:]:
         words = [sys.executable, *words[1:], *_short(words[3:])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    assert done.returncode == expected, (done.stdout + done.stderr)[-2000:]
 
 
-@pytest.mark.parametrize(
-    "words", [c.words[3:] for c in SLOW if _measures(c) and c.words[3:]], ids=lambda words: words[0]
-)
-def test_a_scenario_has_the_options_of_its_quick_form(words, tmp_path):
-    checks.check_bench([*words, *_short(words)], tmp_path)
+def _short(words: list[str]) -> list[str]:
+    """The options of a scenario's quick form."""
+    options = {"reliability": ["--short", "--only=R3"], "golden": []}
+    options["gpu"] = ["--part=1"] if "--dry-run" in words else []
+    options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
+    options["emulation"] = ["--tiny", "--rounds=6", "--budget=1", "--compiled=delayed"]
+    return [*options.get(words[0], ["--tiny"]), "--out", "measured"]
 
 
 def test_every_command_that_is_not_run_has_a_reason_and_is_in_the_documents():
-    assert len(HERE) > 80
-    assert all(runner.NOT_RUN.values())
-    reasons = {command.text: runner.not_run(command) for command in ALL if command not in HERE}
-    assert len(reasons) < len(HERE) / 5
+    starts = [start for start in runner.NOT_RUN if not any(c.text.startswith(start) for c in ALL)]
+    assert starts == []
+    assert len(ALL) - len(HERE) < len(HERE) / 5
 
 
 def _small_pretrain(config: str | None = None, **keys: Any) -> Path:
@@ -249,14 +219,6 @@ def test_the_python_of_the_documents_runs(place, code, goods, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fp8stack, "pretrain", _small_pretrain)
     exec(compile(code, place, "exec"), {"__name__": "__main__"})
-
-
-def test_an_unknown_placeholder_is_not_let_through():
-    with pytest.raises(AssertionError, match="what does FILE stand for"):
-        runner.substituted(["fp8stack", "report", "FILE"])
-    with pytest.raises(AssertionError, match="what does <run> stand for"):
-        runner.substituted(["fp8stack", "report", "<run>"])
-    assert runner.substituted(["fp8stack", "report", "RUN"])[2] == "runs/gpt-nano-delayed"
 
 
 PAGE = """
@@ -301,30 +263,20 @@ def test_commands_are_found_wherever_they_stand():
         (24, "fp8stack plan --model ./a.toml", 3),
         (27, "fp8stack eval RUN", None),
     ]
-
-
-def test_a_block_in_a_language_that_nobody_runs_is_an_error():
     with pytest.raises(ValueError, match="a code block in 'zsh'"):
         commands("a.md", "```zsh\nfp8stack plan\n```\n")
 
 
-def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
-    wrong = Command("README.md", 1, "fp8stack plan --model no-such-model", 99)
-    with pytest.raises(AssertionError):
-        _run(wrong, sessions.folder(wrong), monkeypatch)
-    with pytest.raises(pytest.fail.Exception, match="nobody knows how to check"):
-        _run(Command("README.md", 1, "frobnicate all", 99), Path(), monkeypatch)
-    with pytest.raises(AssertionError, match="no extra gpus"):
-        _run(Command("README.md", 1, "pip install '.[gpus]'", 99), Path(), monkeypatch)
-
-
-def _short(words: list[str]) -> list[str]:
-    """The options of a scenario's quick form."""
-    options = {"reliability": ["--short", "--only=R3"], "startup": ["--rounds=2"]}
-    options["gpu"] = ["--part=1"] if "--dry-run" in words else []
-    options["golden"] = []
-    options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
-    timed = ("emulation", "step", "grid")
-    few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
-    few += ["--compiled=delayed"] if words[0] == "emulation" else []
-    return [*options.get(words[0], ["--tiny", *few]), "--out", "measured"]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fp8stack plan --model no-such-model", ""),
+        ("fp8stack report FILE", "what does FILE stand for"),
+        ("frobnicate all", "nobody knows how to check"),
+        ("pip install '.[gpus]'", "no extra gpus"),
+    ],
+)
+def test_a_command_that_cannot_run_is_noticed(text, message, sessions, monkeypatch):
+    command = Command("README.md", 1, text, 99)
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
+        _run(command, sessions.folder(command), monkeypatch)

@@ -39,7 +39,6 @@ _PRELOADED = [
     "pytest", "tests.faults.processes", "bench.__main__", "fp8stack.training.setup.start",
     "torch.utils.tensorboard", "torch._dynamo", "fp8stack.numerics.fused_kernels",
     "fp8stack.analysis.report.page", "fp8stack.trained.export",
-    "fp8stack.analysis.forecast.measured",
 ]  # fmt: skip
 _TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib"}  # what no two runs share
 

@@ -17,11 +17,10 @@ import pytest
 
 from fp8stack.analysis.compare import comparison
 from fp8stack.analysis.compare.runs import Ended
-from fp8stack.analysis.compare.settings import Comparison, Job
-from fp8stack.analysis.forecast import measured
 from fp8stack.analysis.report import page
 from fp8stack.common import io
 from fp8stack.data.prepared import prepared_segments
+from fp8stack.planning.run_config import RunConfig
 from tests.faults.processes import Change, run_ranks, unchanged
 from tests.support.cases import case
 from tests.support.run_folders import make_run
@@ -171,32 +170,11 @@ def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_lo
 
 
 @contextmanager
-def forecasting_nothing(rank: int) -> Iterator[None]:
-    """A change: a forecast is a word."""
-    result = SimpleNamespace(model_dump_json=lambda **_: "new", model_dump=lambda **_: {})
-    future = SimpleNamespace(result=result)
-    with patch.object(measured, "forecast", lambda request, tell: future):
-        yield
-
-
-def test_a_killed_forecast_leaves_the_old_or_the_new_one_and_the_next_one_sweeps(tmp_path):
-    def begin(folder: Path) -> None:
-        (make_run(folder / "run", steps=2, every=0) / "forecast.json").write_text("old")
-        (folder / "run" / ".tmp-forecast.json-1").write_text("o")
-
-    def is_whole(folder: Path) -> bool:
-        return (folder / "run" / "forecast.json").read_text().strip() in ("old", "new")
-
-    words = ["forecast", "run", "--json"]
-    assert kill_at_each(words, begin, is_whole, tmp_path, forecasting_nothing) >= 4
-
-
-@contextmanager
 def training_nothing(rank: int) -> Iterator[None]:
     """A change: a run of a comparison is over at once, and the table is not drawn."""
 
-    def trained(comparison: Comparison, job: Job, *rest_of_arguments: object) -> Ended:
-        run = comparison.folder(job).path
+    def trained(config: RunConfig, *rest_of_arguments: object) -> Ended:
+        run = Path(config.out or "")
         shutil.rmtree(run, ignore_errors=True)
         row = {"step": 2, "loss": 3.0, "val_loss": 3.0, "precision": "fp32"}
         make_run(run, steps=2, every=0, metrics=[row])
@@ -215,5 +193,5 @@ def test_a_killed_comparison_goes_on_and_sweeps(every, tmp_path):
         report = folder / "c" / "compare.json"
         return not report.exists() or json.loads(report.read_text())["runs"] != []
 
-    words = ["compare", "--recipes", "fp32", "--seeds", "1", "--steps", "2", "--out", "c"]
+    words = ["compare", "--recipes", "fp32,bf16", "--seeds", "1", "--steps", "2", "--out", "c"]
     assert kill_at_each(words, Path.mkdir, is_whole, tmp_path, training_nothing, every) >= 40

@@ -71,6 +71,22 @@ def test_a_run_learns_and_resumes_to_the_bit(
     assert [name for name in tensors if not torch.equal(again[name], tensors[name])] == []
 
 
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "current", "nvfp4"])
+def test_passes_replayed_as_cuda_graphs_are_those_of_eager_code(
+    recipe: str, accumulate: str, command: Command, tmp_path: Path, capsys: Any
+) -> None:
+    require_plan("reference" if recipe in ("bf16", "fp16") else "torch", recipe)
+    flags = ["--recipe", recipe, *FLAGS, "--accumulate", accumulate, "--compile"]
+    for graphs in ("true", "false"):
+        assert command("pretrain", "--out", graphs, "--set", f"cuda_graphs={graphs}", *flags) == 0
+        replayed = "replayed from the third step on" in capsys.readouterr().out
+        assert replayed == (graphs == "true")
+    assert losses(tmp_path / "true") == losses(tmp_path / "false")
+    with_graphs, without = saved(tmp_path / "true"), saved(tmp_path / "false")
+    assert [name for name in without if not torch.equal(with_graphs[name], without[name])] == []
+
+
 # The recipe, and its attention in FP8, which not all GPUs have.
 ATTENTION = [
     *(("delayed", "delayed"), ("current", "delayed"), ("mxfp8", "delayed")),

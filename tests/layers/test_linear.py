@@ -228,12 +228,3 @@ def test_the_architecture_page_names_the_calls_of_a_linear_in_their_order(
     elsewhere |= {"Rounding.round", "fused.round"} if backend == "torch" else in_torch
     forward, backward = second_pass(backend, monkeypatch)
     assert missing_calls("One linear", elsewhere, [*forward, *backward]) == []
-
-
-def test_the_architecture_page_names_the_calls_of_groups_in_their_order() -> None:
-    model = Grouped("delayed")
-    x, offs = torch.randn(32, IN, requires_grad=True), torch.tensor([8, 8, 20, 32]).int()
-    model(x, offs).sum().backward()
-    with calls() as called, torch.autograd.set_multithreading_enabled(False):
-        model(x, offs).sum().backward()
-    assert missing_calls("Groups of rows", {"grouped_mm", "numerics"}, called) == []

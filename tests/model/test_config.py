@@ -83,28 +83,18 @@ def test_a_width_that_does_not_divide_is_named_with_the_next_that_does():
     assert plan.layer("blocks.0.attention.output").reason == reason
     assert size_notes(config, plan) == [
         "width 40 is no multiple of 16, which FP8 GEMMs want; the next one is 48",
-        "mlp_width 160 is no multiple of 64, which suits tensor cores best; 192 is one",
         "head width 4 is no multiple of 8, which attention in bf16 wants; the next one is 8",
     ]
 
 
-def test_an_experts_width_and_its_rows_of_a_micro_batch_are_noted():
-    experts = {"count": 8, "per_token": 2, "width": 48}
-    config = load_config("gpt-nano-moe", {"experts": experts})
-    plan = plan_for(config, "delayed", assumed("9.0"))
-    width = "experts.width 48 is no multiple of 64, which suits tensor cores best; 64 is one"
-    assert size_notes(config, plan, 256) == [width]
-    assert size_notes(config, plan, 248) == [
-        width,
-        "an expert gets 62 rows of a micro-batch on average; from 64 on, tensor cores are used "
-        "well: take a larger micro-batch (--accumulate)",
-    ]
-    assert any("gets 0.5 rows" in note for note in size_notes(config, plan, 2))
+def test_an_experts_width_that_tensor_cores_cannot_take_is_noted():
+    config = load_config("gpt-nano-moe", {"experts": {"count": 8, "per_token": 2, "width": 40}})
+    note = "experts.width 40 is no multiple of 16, which FP8 GEMMs want; the next one is 48"
+    assert size_notes(config, plan_for(config, "delayed", assumed("9.0"))) == [note]
 
 
 PADDED = [
-    "vocabulary 50257 is padded to 50264, a multiple of 8; the padding is no token and stays zero",
-    "vocabulary 50264 is no multiple of 64, which suits tensor cores best; 50304 is one",
+    "vocabulary 50257 is padded to 50264, a multiple of 8; the padding is no token and stays zero"
 ]
 
 

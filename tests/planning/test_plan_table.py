@@ -11,10 +11,9 @@ import pytest
 
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planning.operations import IN_COMPUTE_DTYPE, IN_FP32, OPTIMIZERS, operations_of
-from fp8stack.planning.plan_table import WIDE, as_lines, make_table, rich_table, text_rows
+from fp8stack.planning.plan_table import as_lines, make_table, rows_of
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, assumed, load_recipe, resolve
-from tests.conftest import refusal
 
 SMALL = GPTConfig(vocabulary=64, context=32, layers=4, width=64, heads=4)
 H100 = Hardware("cuda", (9, 0), cuda_version=(12, 9), has_te=True)
@@ -79,29 +78,25 @@ def test_the_lists_say_what_is_low_and_what_is_float32(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "gradient"),
-    [("delayed", "e5m2"), ("current", "e5m2"), ("block", "e4m3"), ("mxfp8", "e4m3")],
-)
+    [
+        ("delayed", "e5m2"), ("current", "e5m2"), ("block", "e4m3"), ("mxfp8", "e4m3"),
+        ("nvfp4", "e2m1"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("backend", ["te", "torch"])
 def test_the_operands_of_fp8_gemms_on_a_gpu_are_fp8_bytes(recipe, gradient, backend):
-    hardware = assumed("10.0") if recipe == "mxfp8" else H100
+    hardware = assumed("10.0") if recipe in ("mxfp8", "nvfp4") else H100
     config = SMALL.model_copy(update={"width": 128})  # blocks of the torch backend are 128 wide
     operations = rows(recipe, hardware, config, backend=backend)
     fprop, dgrad, wgrad = (operations["blocks.2.mlp.down", x] for x in ("fprop", "dgrad", "wgrad"))
-    assert (fprop.operands, fprop.output) == (("e4m3", "e4m3"), "bf16")
-    assert dgrad.operands == wgrad.operands == (gradient, "e4m3")
+    element = "e2m1" if recipe == "nvfp4" else "e4m3"
+    assert (fprop.operands, fprop.output) == ((element, element), "bf16")
+    assert dgrad.operands == wgrad.operands == (gradient, element)
     per_tensor = recipe in ("delayed", "current")
     assert fprop.adds_in == ("fp32, fast" if per_tensor else "fp32")
     assert dgrad.adds_in == wgrad.adds_in == "fp32"
     assert operations["lm_head", "fprop"].operands == ("bf16", "bf16")
     assert operations["lm_head", "fprop"].why == "the recipe says head = false"
-
-
-def test_the_operands_of_nvfp4_gemms_on_a_gpu_are_fp4_codes_and_norms_round_before_the_cast():
-    operations = rows("nvfp4", assumed("10.0"))
-    for name in ("fprop", "dgrad", "wgrad"):
-        gemm = operations["blocks.2.mlp.down", name]
-        assert (gemm.operands, gemm.adds_in, gemm.output) == (("e2m1",) * 2, "fp32", "bf16")
-    assert operations["blocks.0.mlp_norm", "norm"].output == "bf16"
 
 
 def test_gemms_that_torch_does_not_multiply_in_fp4_take_bf16_and_a_weight_is_cast_for_them():
@@ -163,14 +158,14 @@ def test_a_step_tells_of_every_optimizer_and_of_compressed_gradients():
 
 
 def test_blocks_that_are_alike_are_shown_once():
-    lines = text_rows(table("delayed", exclude=("blocks.1.*",)))
-    paths = [line.split()[0] for line in lines[1:]]
+    table_rows = rows_of(table("delayed", exclude=("blocks.1.*",)).operations)
+    paths = Counter(path for path, *_ in table_rows)
     assert "blocks.0,2-3.mlp.up" in paths
-    assert "blocks.1.mlp.up" in paths
-    assert Counter(paths)["blocks.1.mlp.up"] == 2  # its GEMMs in one row, its bias in another
-    excluded = next(line for line in lines if line.startswith("blocks.1.mlp.up"))
-    assert "fprop, dgrad, wgrad" in excluded
-    assert "excluded by the pattern 'blocks.1.*'" in excluded
+    assert paths["blocks.1.mlp.up"] == 2  # its GEMMs in one row, its bias in another
+    (excluded,) = (
+        row for row in table_rows if row[:2] == ("blocks.1.mlp.up", "fprop, dgrad, wgrad")
+    )
+    assert "excluded by the pattern 'blocks.1.*'" in excluded[-1]
 
 
 def test_a_step_counts_each_micro_batch_and_casts_of_weights_once():
@@ -208,18 +203,6 @@ def test_the_quantizers_of_each_operand_are_shown_with_format_block_scale_and_ro
     )
 
 
-def test_the_casts_of_attention_are_shown_for_both_passes():
-    lines = as_lines(table("delayed", assumed("10.0"), backend="te", attention="delayed"))
-    (line,) = (line for line in lines if "attention: queries" in line)
-    inputs = ("queries", "keys", "values")
-    forward = [*(f"{x} bf16" for x in inputs), "softmax fp32", "output fp32"]
-    backward = ["output, gradient bf16", "softmax, gradient fp32"]
-    backward += [f"{x}, gradient fp32" for x in inputs]
-    casts = [phrase.rpartition(" -> ") for phrase in line.partition(": ")[2].split("; ")]
-    assert [source for source, _, to in casts if to == "e4m3"] == forward
-    assert [source for source, _, to in casts if to == "e5m2"] == backward
-
-
 def test_activation_checkpointing_is_noted_and_a_model_in_fp32_casts_nothing():
     assert as_lines(table("fp32")) == ["casts per micro-batch: none"]
     plan = plan_for(SMALL, "bf16", H100)
@@ -232,36 +215,18 @@ def test_activation_checkpointing_is_noted_and_a_model_in_fp32_casts_nothing():
     assert "once more" not in last_lines["none"]
 
 
-# Attention in float32
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "current", "block", "mxfp8"])
-def test_the_plan_says_that_attention_is_float32(recipe):
-    plan = resolve(load_recipe(recipe, {"attention": "fp32"}), H100)
-    assert plan.attention == "fp32"
-    assert plan.to_json()["attention"] == "fp32"
-    assert plan.summary()[-1] == "attention: fp32, the recipe says so"
-    usual = resolve(recipe, H100)
-    assert usual.attention == usual.compute_dtype
-    assert not any("attention" in line for line in usual.summary())
-
-
 @pytest.mark.parametrize(
     ("recipe", "hardware", "runs"),
     [
-        ("delayed", Hardware("cuda", (8, 0)), "bf16"),
-        ("mxfp8", Hardware("cuda", (7, 5)), "fp16"),
-        ("bf16", Hardware("cuda", (7, 0)), "fp16"),
+        ("bf16", H100, "bf16"), ("delayed", H100, "delayed"),
+        ("delayed", Hardware("cuda", (8, 0)), "bf16"), ("mxfp8", Hardware("cuda", (7, 5)), "fp16"),
     ],
-)
-def test_attention_stays_float32_where_another_recipe_has_to_run(recipe, hardware, runs):
+)  # fmt: skip
+def test_attention_is_float32_where_the_recipe_says_so_whatever_runs(recipe, hardware, runs):
     plan = resolve(load_recipe(recipe, {"attention": "fp32"}), hardware)
-    assert (plan.recipe.name, plan.attention) == (runs, "fp32")
-
-
-def test_tf32_with_float32_attention_is_refused():
-    message = refusal(load_recipe, "tf32", {"attention": "fp32"})
-    assert "not possible in tf32" in message
+    assert (plan.recipe.name, plan.attention, plan.to_json()["attention"]) == (runs, "fp32", "fp32")
+    assert plan.summary()[-1] == "attention: fp32, the recipe says so"
+    assert not any("attention" in line for line in resolve(runs, hardware).summary())
 
 
 def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer():
@@ -369,6 +334,7 @@ def test_the_plan_says_whether_a_gpu_trains_compiled_code(command, capsys):
     [
         ("--recipe mxpf8", "Did you mean 'mxfp8'"),
         ("--set recipe_overrides.attention=fp16 --recipe bf16", "attention"),
+        ("--set recipe_overrides.attention=fp32 --recipe tf32", "not possible in tf32"),
         ("--set recipe_overrides.attention=fp32", "recipe.attention = fp32 needs a recipe by name"),
         ("--capability nine", "no compute capability"),
         ("--gpu H201", "No GPU 'H201'. Did you mean 'H200'?"),
@@ -384,8 +350,3 @@ def test_the_plan_says_whether_a_gpu_trains_compiled_code(command, capsys):
 )
 def test_bad_input_is_one_line_and_exit_code_2(refused, arguments, message):
     assert message in refused("plan", *arguments.split())
-
-
-def test_the_table_of_a_terminal_has_the_same_rows():
-    planned = table("delayed")
-    assert rich_table(planned, WIDE).row_count == len(text_rows(planned)) - 1

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from fp8stack.common.presets import training_recipes
 from fp8stack.model.config import Experts, GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.planning import roofline
 from fp8stack.planning.roofline import PARTS, KernelWork, Prediction, ideal_work, predict
-from fp8stack.planning.trace import Trace, trace
-from fp8stack.planning.tracer import Operator, Slice
+from fp8stack.planning.roofline_trace import Operator, OperatorTrace, Slice, trace_operators
 from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Rates, achievable, cast_bytes
@@ -284,7 +282,7 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
     chosen = load_recipe("delayed", {"exclude": ("blocks.0.*", "blocks.3.mlp.up")})
     resolved = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
     got = predict(WIDE, resolved, H200, batch=2, context=64, rates=BYTES).parts_ms
-    traced_blocks = trace(WIDE, resolved, 2, 64, blocks=(0, 1, 2, 3), backward=True)
+    traced_blocks = trace_operators(WIDE, resolved, 2, 64, blocks=(0, 1, 2, 3))
     every = list(ideal_work(traced_blocks))
     for category in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
         moved_bytes = sum(work.moved for work in every if work.category == category)
@@ -294,7 +292,7 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
 # The rule
 
 
-def traced(*operators: dict) -> Trace:
+def traced(*operators: dict) -> OperatorTrace:
     """Operators of values of 100 bytes each; `reads` is their numbers."""
     traced_operators, count = [], 0
     for operator in operators:
@@ -303,9 +301,7 @@ def traced(*operators: dict) -> Trace:
             Operator(**({"name": "", "path": "", "backward": False} | operator | {"reads": reads}))
         )
         count = max(count, *operator["reads"], *operator["writes"])
-    none: dict[str, Any] = {"kinds": (), "lasting": set(), "fp8_weights": 0}
-    none |= {"activations": Counter(), "weight_copies": Counter()}
-    return Trace(operators=traced_operators, values=[100] * (count + 1), **none)
+    return OperatorTrace(operators=traced_operators, values=[100] * (count + 1), lasting=set())
 
 
 def moved(*operators: dict) -> int:

@@ -50,15 +50,15 @@ def test_flags_and_the_run_file_win_and_a_preset_is_not_given(tmp_path):
     assert parse_config(None, {"model": "gpt2-124m", "steps": 10**5}).warmup_steps == 715
 
 
-def test_a_key_that_no_longer_exists_is_named_and_ignored(tmp_path, capsys):
-    run_config._tell_removed.cache_clear()
-    (tmp_path / "run.toml").write_text("steps = 7\nsave_fp8 = false\n")
-    assert parse_config(str(tmp_path / "run.toml"), {}) == RunConfig(steps=7)
-    assert capsys.readouterr().err == "save_fp8 no longer exists and is ignored.\n"
-    assert parse_config(None, {}, ["save_fp8=true"]) == RunConfig()
-    assert capsys.readouterr().err.endswith(
-        "ignored: --activation-checkpointing selective saves more memory.\n"
-    )
+@pytest.mark.parametrize("key", run_config.REMOVED_KEYS)
+def test_a_key_that_no_longer_exists_is_named_and_ignored(key, tmp_path, capsys):
+    default, instead = run_config.REMOVED_KEYS[key]
+    (tmp_path / "run.toml").write_text(f"steps = 7\n{key} = {json.dumps(default)}\n")
+    for sets, message in (([], ""), ([f"{key}=77"], f": {instead}")):
+        run_config._tell_removed.cache_clear()
+        assert parse_config(str(tmp_path / "run.toml"), {}, sets) == RunConfig(steps=7)
+        told = f"{key} no longer exists and is ignored{message}.\n"
+        assert capsys.readouterr().err.endswith(told)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 32), (8, 4), (64, 1), (3, 32)])
@@ -101,14 +101,3 @@ def test_a_models_own_preset_is_shown_and_saved_with_the_run(command, tmp_path, 
     again = ["--model", "mine.toml", "--resume", "auto", "--out", "r", "--lr", "0.1"]
     assert command("pretrain", *again) == 2
     assert "lr is 0.1 here and 0.5" in capsys.readouterr().err
-
-
-def test_keys_that_are_gone_are_named_with_what_serves_instead_and_ignored(tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    file.write_text("steps = 3\ndebug_steps = 2\n")
-    run_config._tell_removed.cache_clear()
-    assert parse_config(str(file), {}).steps == 3
-    assert "debug_steps no longer exists and is ignored: metrics.jsonl" in capsys.readouterr().err
-    file.write_text("steps = 3\nsave_fp8 = false\n")
-    assert parse_config(str(file), {}).steps == 3
-    assert "save_fp8 no longer exists and is ignored." in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8stack.common.presets import parse
 from fp8stack.data.prepare.inputs import Settings
 from fp8stack.data.prepare.pipeline import prepare
 from tests.conftest import refusal as refused_by
@@ -39,11 +40,8 @@ def written(path: Path, content: bytes) -> Path:
 
 def prepared(*paths: object, out: Path, overwrite: bool = False, **changes: Any) -> dict[str, Any]:
     """The manifest of a preparation in this process."""
-    options = {
-        "tokenizer": "bytes", "train_bpe": None, "text_key": "text", "held_out": 0.1,
-        "shard_tokens": 10**8, **changes,
-    }  # fmt: skip
-    return prepare(Settings(inputs=tuple(map(str, paths)), out=out, **options), overwrite)
+    keys = {"inputs": [str(path) for path in paths], "out": out, "held_out": 0.1, **changes}
+    return prepare(parse(Settings, keys, "prepare"), overwrite)
 
 
 def refusal(*paths: object, out: Path, **changes: Any) -> str:

@@ -20,6 +20,7 @@ from fp8stack.precision import Hardware, Plan
 from fp8stack.training import finalize
 from fp8stack.training.memory_check import Footprint, require_memory
 from fp8stack.training.metrics import throughput
+from fp8stack.training.metrics.read import Metrics
 from fp8stack.training.setup import build
 
 _splits, _fingerprint = _Loader.splits, Corpus.fingerprint
@@ -58,8 +59,8 @@ def _require_memory_of_large_runs(
         require_memory(footprint, plans, hardware, free, **options)
 
 
-def _listed(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
-    losses = [(row["step"], row.get("loss"), row.get("val_loss")) for row in metrics]
+def _listed(metrics: Metrics, title: str) -> bytes:
+    losses = [(row["step"], row.get("loss"), row.get("val_loss")) for row in metrics.rows]
     return json.dumps({title: losses}).encode()
 
 

@@ -99,6 +99,20 @@ def metric_rows(steps: int, every_eval: int = 100, start: float = 5.5) -> list[d
     return rows
 
 
+EVENTS: list[dict[str, Any]] = [
+    *(
+        {"step": at, "event": "skip", "why": f"the loss is {at / 7:.3f}", "loss": None}
+        for at in (42, 43, 44)
+    ),
+    {"step": 44, "event": "rollback", "why": "three bad steps in a row", "to_step": 30},
+    {"step": 44, "event": "demote", "why": "its amax is not finite", "precision": "bf16",
+     "layer": "blocks.1.mlp.up", "operand": "grad_output", "until_step": 120},
+    {"step": 120, "event": "restore", "layer": "blocks.1.mlp.up", "why": "its time is up"},
+    {"step": 130, "event": "phase", "to": "cooldown"},
+    {"step": 131, "event": "skip", "why": "the loss is nan", "loss": None},
+]  # fmt: skip
+
+
 def outlier(layer: str, kind: str, since: int, times: float = 64.0) -> Change:
     """A change of rows: from step `since` on, an operand has elements far larger than before."""
 

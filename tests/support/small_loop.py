@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from fp8stack.common.io import json_lines
 from fp8stack.layers import fp8_state
 from fp8stack.training.dataloader import batches, tokens_of
 from fp8stack.training.loop import _Loop, train
 from fp8stack.training.metrics.console import PlainDisplay
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.setup.start import set_up
+from tests.support.each_model import on_each_model
 
 # Sizes that every FP8 GEMM takes, 128 x 128 blocks included, have a width of 128.
 SETS = [
@@ -104,33 +106,33 @@ class SmallLoop:
         def spoilt(x: Tensor) -> Tensor:
             return x * (factor if self.run.step + 1 in steps else 1.0)
 
-        def spoilt_group(x: Tensor, start: int, stop: int) -> Tensor:
+        def spoilt_rows(x: Tensor, start: int, stop: int) -> Tensor:
             return torch.cat([x[:start], spoilt(x[start:stop]), x[stop:]])
 
-        if group is not None and where.endswith(".weight"):
+        def spoilt_output(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+            if not module.training:
+                return y
+            if group is None:
+                return spoilt(y)
+            return spoilt_rows(y, *[0, *args[1].tolist()][group : group + 2])
+
+        if where.endswith(".weight"):
             self.run.model.get_parameter(where).register_hook(
-                lambda x: spoilt_group(x, group, group + 1)
+                spoilt if group is None else lambda x: spoilt_rows(x, group, group + 1)
             )
-        elif group is not None:
-            self.run.model.get_submodule(where).register_forward_hook(
-                lambda module, args, y: (
-                    spoilt_group(y, *[0, *args[1].tolist()][group : group + 2])
-                    if module.training
-                    else None
-                )
-            )
-        elif where.endswith(".weight"):
-            self.run.model.get_parameter(where).register_hook(spoilt)
-        else:
-            self.run.model.get_submodule(where).register_forward_hook(
-                lambda module, _, y: (
-                    spoilt(y) if module.training and getattr(module, "in_fp8", True) else None
-                )
-            )
+            return
+        was_fp8 = getattr(self.run.model.get_submodule(where), "in_fp8", None)
+
+        def spoil_module() -> None:
+            module = self.run.model.get_submodule(where)
+            if not was_fp8 or getattr(module, "in_fp8", False):
+                module.register_forward_hook(spoilt_output)
+
+        on_each_model(self.run, spoil_module)
 
     def events(self) -> list[dict[str, Any]]:
         """The rows of the metrics that report what the guard did."""
-        return [row for row in self.run.folder.read_metrics() if "event" in row]
+        return [row for row in json_lines(self.run.folder.metrics) if "event" in row]
 
     def guard_events(self) -> list[tuple[int, str]]:
         """The steps and names of `events`."""

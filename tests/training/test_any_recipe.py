@@ -93,5 +93,5 @@ def test_telemetry_plan_estimate_and_report_know_a_recipe_that_no_code_knows(
     for words in (["plan"], ["estimate"]):
         assert command(*words, "--model", "shape.toml", "--recipe", "./mine.toml") == 0
     assert "e2m3" in capsys.readouterr().out
-    assert command("report", "r", "--text") == 0
+    assert command("show", "r") == 0
     assert "blocks.0.mlp.up" in capsys.readouterr().out

@@ -131,9 +131,7 @@ SIGNALS += [("at the start", signal.SIGSTOP), ("in an evaluation", signal.SIGSTO
 
 
 @pytest.mark.parametrize(("moment", "number"), [case(*x, quick=x in QUICK) for x in SIGNALS])
-def test_a_lost_worker_ends_the_run_saved_and_the_same_command_goes_on_to_the_bit(
-    moment, number, twin, tmp_path
-):
+def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, number, twin, tmp_path):
     change = partial(MOMENTS[moment], number)
     message = {
         signal.SIGKILL: r"Data worker \d+ was killed by signal 9 \(SIGKILL\)\. Perhaps the machine "
@@ -159,7 +157,7 @@ def test_a_worker_without_memory_ends_the_run_likewise(act, message, twin, tmp_p
 
 
 def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Path) -> None:
-    """See that a run ends saved, saying this, and that the same command completes it."""
+    """See that a run ends saved, saying this, and that `--resume auto` completes it."""
     ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
     step = last_step(tmp_path / "r")
     saved = f"The run is saved after step {step}" if step else "No step was done yet"
@@ -169,7 +167,7 @@ def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Pa
     assert re.fullmatch(f"fp8stack: {message} {re.escape(saved)} again\\.\n", ended.stderr)
     assert step < 12
     assert not list(tmp_path.rglob(".tmp-*"))
-    assert run_ranks(WORDS, tmp_path, 1, change=forking)[0].code == 0
+    assert run_ranks([*WORDS, "--resume", "auto"], tmp_path, 1, change=forking)[0].code == 0
     assert difference(tmp_path / "r", twin) == ""
 
 

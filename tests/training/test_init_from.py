@@ -162,9 +162,13 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     capsys.readouterr()
-    assert command("pretrain", "--resume", "../cut") == 0
-    assert "weights of" not in capsys.readouterr().out
+    assert command("pretrain", "--resume", "../cut", "--init-from", "../source") == 0
+    printed = capsys.readouterr().out
+    assert "weights of" not in printed
+    assert "--init-from is not read: the run has a checkpoint" in printed
     assert losses(tmp_path / "cut") == uninterrupted
+    config = parse_config(str(tmp_path / "cut/run.toml"), {})
+    assert config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
@@ -177,13 +181,3 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
     assert command("pretrain", "--resume", "new") == 0
     assert note in capsys.readouterr().out.splitlines()
     assert losses(tmp_path / "new") == uninterrupted
-
-
-def test_on_resume_the_same_source_is_accepted_and_another_is_not(source, command, refused):
-    flags = ["--recipe", "fp32", *TINY]
-    assert command("pretrain", "--out", "new", *flags, "--init-from", "source") == 0
-    resume = ["pretrain", "--resume", "auto", "--out", "new", "--steps", "13"]
-    assert command(*resume, "--init-from", "source") == 0
-    assert command(*resume, "--init-from", "source/checkpoints/step-000012") == 0
-    refused(*resume, "--init-from", "source/checkpoints/step-000008", message="init_from is")
-    refused("pretrain", "--resume", "source", "--init-from", "new")

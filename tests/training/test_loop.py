@@ -23,6 +23,7 @@ from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.metrics import console, throughput
 from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
 from fp8stack.training.metrics.loss_plot import loss_plot
+from fp8stack.training.metrics.read import Metrics
 from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
 from fp8stack.training.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.training.signals import STOPPING, StopRequests
@@ -352,7 +353,7 @@ def test_the_plot_is_a_picture_even_of_little():
     rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
     rows[-1]["val_loss"] = 0.2
     for metrics_rows in (rows, rows[:1], [{"step": 1, "loss": None}], []):
-        assert loss_plot(metrics_rows, "a$_{$, title").startswith(b"\x89PNG")
+        assert loss_plot(Metrics(rows=metrics_rows), "a$_{$, title").startswith(b"\x89PNG")
 
 
 def test_the_last_evaluation_has_its_own_number_of_windows(tmp_path):

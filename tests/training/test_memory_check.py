@@ -76,15 +76,11 @@ def test_a_close_call_is_let_through_and_so_is_whoever_insists():
     require_memory(of, plans, CPU, round(peak * 0.6), compiled=True)
 
 
-def test_where_no_batch_fits_the_weights_are_named():
-    of, plans, _ = footprint(batch=1)
+def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
+    of, plans, peak = footprint(batch=4, ranks=4)
     with pytest.raises(UserError, match=r"weights, gradients and optimizer of 124,439,808 param"):
         require_memory(of, plans, CPU, 2**30)
-
-
-def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    of, plans, peak = footprint(ranks=4, batch=8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # ranks on a CPU share its memory
     require_memory(of, plans, CPU, 2 * peak)
     with pytest.raises(UserError, match="left for each rank"):
         require_memory(of, plans, CPU, peak)
@@ -99,8 +95,6 @@ def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, mo
 
 MEMORY = "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 5 kB\n"
 OF_GROUP = {"memory.current": "700000", "memory.stat": "anon 600000\ninactive_file 100000"}
-OF_GROUP_1 = {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400"}
-OF_GROUP_1["memory.stat"] = "total_inactive_file 30"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,6 @@ OF_GROUP_1["memory.stat"] = "total_inactive_file 30"
     [
         ("0::/job/step\n", "job/step/", OF_GROUP | {"memory.max": "1000000"}, 400000),
         ("0::/gone\n", "", OF_GROUP | {"memory.max": "1000000"}, 400000),  # in a container
-        ("5:cpu:/a\n4:memory:/a/b\n", "memory/a/", OF_GROUP_1, 630),  # version 1
         ("0::/\n", "", {}, 8000 * 1024),
     ],
 )
@@ -122,9 +115,6 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_memory("cpu", tmp_path) == free + 5 * 1024
-
-
-def test_where_the_system_tells_nothing_nothing_is_known(tmp_path):
     assert available_memory("cpu", tmp_path / "none") is None
 
 
@@ -189,8 +179,5 @@ def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "keep_freed_memory", lambda: called.append(True))
     SmallLoop(tmp_path / "r", "fp32")
     assert called == [True]
-
-
-def test_the_allocator_is_left_alone_where_the_environment_sets_it(monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert not keep_freed_memory()
+    assert not keep_freed_memory()  # the environment sets the allocator

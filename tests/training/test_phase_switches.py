@@ -1,7 +1,9 @@
 """Runs whose recipe changes with the step: switched when they should be, and resumed to the bit."""
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,15 +12,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers import fp8_state
-from fp8stack.layers.observe import fp8_parts
+from fp8stack.layers.observe import all_linears, fp8_parts, observing
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
-from fp8stack.training import loop
 from fp8stack.training.dataloader import batches
-from fp8stack.training.guard.policy import WHOLE, Outcome
+from fp8stack.training.guard.diagnosis import repeat_step
+from fp8stack.training.guard.policy import _all_in_fp8
 from fp8stack.training.metrics.console import describe_run
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
@@ -61,12 +63,6 @@ def events(run: Path) -> list[tuple]:
     return [(row["step"], row["phase"], row["precision"]) for row in phase_rows]
 
 
-def numbers(run: Path) -> list[tuple]:
-    """The rows of a run's steps, without times."""
-    keys = ("step", "loss", "grad_norm", "lr", "val_loss", "phase", "precision")
-    return [tuple(row.get(key) for key in keys) for row in metrics(run) if "loss" in row]
-
-
 def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases, tmp_path, capsys):
     assert command("pretrain", "--config", phases, "--recipe", "delayed", "--out", "r", *TINY) == 0
     out = capsys.readouterr().out
@@ -91,27 +87,20 @@ def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [case(x, quick=x in ("delayed", "fp16")) for x in ("delayed", "current", "mxfp8", "fp16")],
+    ("recipe", "last", "steps"),
+    [
+        ("delayed", "fp32", (1, 3, 4, 6, 9, 10)),
+        ("fp16", "fp32", (3, 5)),
+        ("delayed", "nvfp4", (2, 5, 11)),  # draws random bits
+        *(case(name, "fp32", (3, 5), quick=False) for name in ("current", "mxfp8")),
+    ],
 )
-def test_a_run_resumed_within_each_phase_repeats_to_the_bit(command, phases, recipe):
+def test_a_run_resumed_within_each_phase_repeats_to_the_bit(command, recipe, last, steps):
+    Path("phases.toml").write_text(PHASES.replace('recipe = "fp32"', f'recipe = "{last}"'))
     saved = [*TINY, "--save-every", "1", "--set", "keep_checkpoints=12"]
-    flags = ["--config", phases, "--recipe", recipe]
+    flags = ["--config", "phases.toml", "--recipe", recipe]
     assert command("pretrain", *flags, "--out", "whole", *saved) == 0
-    for step in (1, 3, 4, 6, 9, 10) if recipe == "delayed" else (3, 5):
-        shutil.rmtree("again", ignore_errors=True)
-        shutil.copytree("whole", "again")
-        assert command("pretrain", "--resume", f"again/checkpoints/step-{step:06}") == 0
-        assert difference(Path("again"), Path("whole")) == "", step
-
-
-def test_a_run_with_stochastic_rounding_in_some_phase_repeats_to_the_bit(command, tmp_path):
-    phases = PHASES.replace('recipe = "fp32"', 'recipe = "nvfp4"')
-    (tmp_path / "phases.toml").write_text(phases)
-    saved = [*TINY, "--save-every", "1", "--set", "keep_checkpoints=12"]
-    flags = ["--config", "phases.toml", "--recipe", "delayed"]
-    assert command("pretrain", *flags, "--out", "whole", *saved) == 0
-    for step in (2, 5, 11):
+    for step in steps:
         shutil.rmtree("again", ignore_errors=True)
         shutil.copytree("whole", "again")
         assert command("pretrain", "--resume", f"again/checkpoints/step-{step:06}") == 0
@@ -131,99 +120,68 @@ def test_steps_of_the_first_phase_are_those_of_a_run_in_its_recipe_alone(tmp_pat
     assert phased.run.plan.precision == "current-emulated"
 
 
-def test_all_variants_have_the_same_parameters(tmp_path):
-    run = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16")).run
-    names = [dict(v.model.named_parameters(remove_duplicate=False)) for v in run.variants]
-    assert len(names) == 3  # bf16, delayed, and fp32 for the quality guard
-    assert all(names[0][name] is named[name] for named in names[1:] for name in names[0])
-    assert run.wrapped.get_submodule("models.1") is run.variants[1].model
+def test_a_switch_builds_the_model_again_around_the_same_parameters(tmp_path):
+    small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"))
+    run, before = small.run, dict(small.run.model.named_parameters(remove_duplicate=False))
+    models = [weakref.ref(run.model)]
+    for precision in ("delayed-emulated", "bf16"):
+        small.advance(3)
+        small.loop.enter_phase(run.step + 1)
+        assert run.plan.precision == precision
+        models.append(weakref.ref(run.model))
+    gc.collect()
+    assert [model() is not None for model in models] == [False, False, True]
+    after = dict(run.model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
     held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in names[0].values()}
+    assert held == {id(p) for p in before.values()}
 
 
-def test_delayed_scaling_begins_with_the_scales_of_the_steps_before(tmp_path):
-    states, rows = {}, {}
-    for calibration in (0, 2):
-        small = SmallLoop(
-            tmp_path / str(calibration), "delayed", phases=three("fp32"),
-            calibration_steps=calibration, accumulate=2,
-        )  # fmt: skip
-        small.advance(3)
-        states[calibration] = fp8_state(small.run.main.model)
-        rows[calibration] = numbers(tmp_path / str(calibration))
-    assert rows[0] == rows[2]  # to look at those steps does not change them
-    scales = [{n: t for n, t in states[k].items() if n.endswith(".scale")} for k in (0, 2)]
-    assert all((scale == 1).all() for scale in scales[0].values())
-    for name, scale in scales[1].items():
-        history = states[2][name.replace(".scale", ".amax_history")]
-        recorded = history[history > 0]
-        assert len(recorded) == 2, name
-        largest = 448.0 if not name.endswith("grad_output.scale") else 57344.0
-        torch.testing.assert_close(scale.squeeze(), largest / recorded.max(), rtol=1e-6, atol=0)
-
-
-def test_calibration_in_fp16_takes_the_loss_scale_out_of_the_gradients(tmp_path):
-    scales = {}
-    for recipe in ("fp32", "fp16"):
-        small = SmallLoop(
-            tmp_path / recipe, "delayed", phases=three(recipe), calibration_steps=2,
-            first_loss_scale=4096.0,
-        )  # fmt: skip
-        small.advance(3)
-        scales[recipe] = fp8_state(small.run.main.model)
-    for name, scale in scales["fp32"].items():
-        if name.endswith(".scale"):
-            torch.testing.assert_close(scales["fp16"][name], scale, rtol=0.05, atol=0)
-
-
-def test_validation_in_delayed_scaling_is_calibrated_where_no_phase_trains_in_it(tmp_path):
-    phases = ({"name": "evaluation", "recipe": "delayed"},)
-    keys: dict[str, Any] = {"eval_every": 4, "steps": 5, "calibration_steps": 2}
-    small = SmallLoop(tmp_path / "r", "fp32", phases=phases, **keys)
-    assert [step for step in range(1, 6) if small.loop.phases.calibrates(step)] == [3, 4, 5]
-    small.advance(4)
-    state = fp8_state(small.run.main.model)
-    assert all((t != 1).all() for name, t in state.items() if name.endswith(".scale"))
-    with pytest.raises(UserError, match="Set calibration_steps to 1 or more"):
-        SmallLoop(tmp_path / "n", "fp32", phases=phases, **(keys | {"calibration_steps": 0}))
-
-
-def test_recorded_amaxes_are_those_of_the_operands(tmp_path):
+@pytest.mark.parametrize("before", ["fp32", "fp16"])
+def test_delayed_scaling_begins_with_the_scales_of_its_first_steps_operands(before, tmp_path):
     small = SmallLoop(
-        tmp_path / "r", "delayed", phases=three("fp32"), calibration_steps=1, accumulate=2
+        tmp_path / "r", "delayed", phases=three(before), accumulate=2, first_loss_scale=4096.0
     )
+    small.advance(3)
+    saved = small.everything()
+    amaxes: dict[str, float] = {}
+
+    def see(path: str, layer: object, operand: str, x: torch.Tensor) -> None:
+        amax = float(x.abs().max()) / (small.run.scaler.get_scale() if small.run.scaler else 1.0)
+        amax = amax if operand == "grad_output" else float(x.abs().max())
+        amaxes[f"{path}.{operand}"] = max(amax, amaxes.get(f"{path}.{operand}", 0.0))
+
+    with observing(small.run.model, see, layers=all_linears(small.run.model)):
+        small.loop.enter_phase(4)
+    assert small.run.plan.delayed
+    state = fp8_state(small.run.model)
+    assert changed(saved, small.everything()) == [*state]  # nothing else
+    for name, scale in state.items():
+        if name.endswith(".scale"):
+            slot = name.removesuffix(".scale")
+            largest = 57344.0 if slot.endswith("grad_output") else 448.0
+            history = state[f"{slot}.amax_history"]
+            assert history[history > 0].tolist() == pytest.approx([amaxes[slot]], rel=1e-6)
+            torch.testing.assert_close(scale, largest / history.max(), rtol=1e-6, atol=0)
+
+
+def test_delayed_scaling_that_returns_goes_on_with_its_history(tmp_path):
+    phases = (
+        {"name": "a", "until": 2},
+        {"name": "b", "recipe": "bf16", "until": 4},
+        {"name": "c"},
+    )
+    small = SmallLoop(tmp_path / "r", "delayed", phases=phases)
     small.advance(2)
-    inputs: list[float] = []
-    up = small.run.model.get_submodule("blocks.0.mlp.up")
-    up.register_forward_pre_hook(lambda _, args: inputs.append(float(args[0].detach().abs().max())))
-    before = {n: float(p.detach().abs().max()) for n, p in small.run.model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in fp8_state(small.run.model).items()}
+    small.advance(2)
+    assert small.run.plan.precision == "bf16"
+    assert changed(state, fp8_state(small.run.model)) == []
+    small.loop.enter_phase(5)
+    assert changed(state, fp8_state(small.run.model)) == []
     small.advance(1)
-    state = fp8_state(small.run.main.model)
-    recorded = {n.removesuffix(".amax_history"): float(t.max()) for n, t in state.items()}
-    assert recorded["blocks.0.mlp.up.weight"] == before["blocks.0.mlp.up.weight"]
-    assert recorded["blocks.0.mlp.up.input"] == inputs[0]
-    assert all(value > 0 for value in recorded.values())
-
-
-@pytest.mark.parametrize("first", ["fp32", "current"])
-def test_amaxes_of_a_head_are_those_of_all_chunks_and_of_the_whole_loss(first, tmp_path):
-    """A plain head lacks factors of the loss in its chunks, and a head in FP8 has them."""
-    recorded = {}
-    phases = three(first, {"recipe_overrides": {"head": True}})
-    if first == "current":
-        phases = tuple(phase | {"recipe_overrides": {"head": True}} for phase in phases)
-    for rows in (None, 128):
-        small = SmallLoop(
-            tmp_path / str(rows), "delayed", phases=phases, calibration_steps=1, accumulate=2,
-            batch=16,
-        )  # fmt: skip
-        for variant in small.run.variants:
-            variant.model.loss.chunk_rows = rows
-        small.advance(3)
-        state = fp8_state(small.run.main.model)
-        recorded[rows] = {name: float(t.max()) for name, t in state.items() if "lm_head" in name}
-    assert len(recorded[128]) == 6
-    assert recorded[128] == pytest.approx(recorded[None], rel=1e-5 if first == "fp32" else 0.1)
+    histories = {name for name in state if name.endswith(".amax_history")}
+    assert histories <= {*changed(state, fp8_state(small.run.model))}
 
 
 def test_evaluation_has_a_recipe_of_its_own(tmp_path):
@@ -235,30 +193,36 @@ def test_evaluation_has_a_recipe_of_its_own(tmp_path):
         small.advance(2)
     loss, plain_loss = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
     assert loss != plain_loss  # the weights are the same, the GEMMs are not
-    reference = next(v for v in with_recipe.run.variants if v.plan.recipe.name == "fp32")
+    evaluation = with_recipe.run.schedule.evaluation
+    assert evaluation is not None
+    reference = with_recipe.run.model_in(evaluation)
     tokens = with_recipe.run.data.windows
     with torch.no_grad():
-        expected = reference.model.eval()(tokens[:, :-1], tokens[:, 1:])
+        expected = reference.eval()(tokens[:, :-1], tokens[:, 1:])
     assert loss == pytest.approx(float(expected), rel=1e-6)
     assert changed(with_recipe.state(), plain.state()) == []
 
 
 def harmful(folder: Path, *more: dict[str, Any]) -> SmallLoop:
-    """A loop whose FP8 variant negates the output of the last block in validation, with `more`
-    phases."""
+    """A loop whose validation losses in FP8 are twice what they are, with `more` phases."""
     small = SmallLoop(
-        folder, "current", phases=(*three("bf16", {"until": 7}), *more), calibration_steps=0,
-        eval_every=2, save_every=2, steps=8,
+        folder, "current", phases=(*three("bf16", {"until": 7}), *more), eval_every=2,
+        save_every=2, steps=8,
     )  # fmt: skip
-    fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
-    fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
+    loss_in: Any = small.loop.loss_in
+    by_plan: Any = lambda plan: (1 + small.run.plans[plan].is_fp8) * loss_in(plan)  # noqa: E731
+    small.loop.loss_in = by_plan  # type: ignore[method-assign]
     return small
 
 
 def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_path):
     small = harmful(tmp_path / "r")
-    small.advance(4)
-    (ending,) = [row for row in metrics(tmp_path / "r") if row.get("phase") == "conservative"]
+    small.advance(5)
+    (ending,) = [
+        row
+        for row in metrics(tmp_path / "r")
+        if row.get("phase") == "conservative" and "event" in row
+    ]
     small = small.resumed()
     assert any("ended the phases after step 4" in note for note in small.run.notes)
     small.advance(2)
@@ -286,22 +250,18 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
 
 def test_after_the_phases_ended_losses_and_the_sample_are_of_the_reference(tmp_path, monkeypatch):
     small = harmful(tmp_path / "r", {"name": "evaluation", "recipe": "current"})
-    sampled: list[Any] = []
-    monkeypatch.setattr(
-        loop, "finish", lambda run, display, variant, evaluate: sampled.append(variant)
-    )
-    assert small.go() == 0
+    while small.run.step < 8:
+        small.advance()
     assert small.run.plan.precision == "fp32"
+    assert small.loop.phases.evaluation(8) == small.run.state.active
     row = metrics(tmp_path / "r")[-1]
-    assert (row["step"], row["val_loss"]) == (8, small.loop.loss_in(small.run.active))
-    assert row["val_loss"] != small.loop.loss_in(small.run.evaluation)
-    assert sampled == [small.run.active]
+    assert (row["step"], row["val_loss"]) == (8, small.loop.loss_in(small.run.state.active))
+    evaluation: Any = small.run.schedule.evaluation
+    assert row["val_loss"] != small.loop.loss_in(evaluation)
 
 
 def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path):
-    small = SmallLoop(
-        tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6, calibration_steps=0
-    )
+    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     small.advance(3)
     stops = iter([False] * 1 + [True] * 99)  # after the row's own evaluation
     with patch.object(small.loop, "stops", lambda: next(stops)):
@@ -315,20 +275,6 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
     assert resumed.loop.phases.judged_at == 4
 
 
-@pytest.mark.parametrize("first", ["delayed", "mxfp8"])
-def test_a_run_goes_on_whose_later_phase_rounds_at_random(first, tmp_path):
-    keys: dict[str, Any] = {"phases": three(first), "steps": 7, "width": 128}
-    uninterrupted = SmallLoop(tmp_path / "a", "nvfp4", **keys)
-    uninterrupted.advance(7)
-    small = SmallLoop(tmp_path / "b", "nvfp4", **keys)
-    small.advance(5)
-    small.loop.save()
-    resumed = small.resumed()
-    assert resumed.run.step == 5
-    resumed.advance(2)
-    assert changed(uninterrupted.everything(), resumed.everything()) == []
-
-
 def test_a_recipe_that_does_none_stays(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     with patch.object(small.loop, "loss_in", wraps=small.loop.loss_in) as compared:
@@ -340,44 +286,41 @@ def test_a_recipe_that_does_none_stays(tmp_path):
 
 def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"), save_every=2, steps=9)
-    small.advance(3)
-    handle = small.run.main.model.register_forward_hook(
-        lambda m, a, y: y * torch.nan if m.training else y
-    )
-    while small.run.step >= 3:
+    small.spoil("blocks.0.mlp.up.weight", {4, 5, 6})
+    name = "fp8stack.training.phase_switches.repeat_step"
+    with patch(name, wraps=repeat_step) as repeated:
+        small.advance(5)
+        assert small.run.plan.precision == "delayed-emulated"
         small.advance(1)
-    handle.remove()
-    assert (small.run.step, small.run.plan.precision) == (2, "delayed-emulated")
-    small.tokens = batches(small.run)
-    small.advance(1)
-    assert small.run.plan.precision == "bf16"
+        assert (small.run.step, small.run.plan.precision) == (2, "bf16")
+        small.tokens = batches(small.run)
+        small.advance(7)
+    # The batches of steps 4 to 6 are left out, also for the first scales.
+    assert [call.args[1] for call in repeated.call_args_list] == [4, 7]
 
 
-def test_a_phase_that_returns_is_not_compiled_again(tmp_path, monkeypatch):
-    counter = CompileCounterWithBackend("eager")
-    phases = (
-        {"name": "a", "recipe": "bf16", "until": 1},
-        {"name": "b", "until": 2},
-        {"name": "c", "recipe": "bf16", "until": 3},
-        {"name": "d"},
+def test_the_model_of_each_phase_is_compiled_and_that_of_an_evaluation_is_not(
+    tmp_path, monkeypatch
+):
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        GPT, "compile_blocks", lambda model, mode: compiled.append(model.backend.plan.precision)
     )
-    small = SmallLoop(
-        tmp_path / "r", "fp32", phases=phases, calibration_steps=0, telemetry_every=0,
-        guard={"quality": 0.0}, steps=8,
-    )  # fmt: skip
-    for variant in small.run.variants:
-        variant.model.compile_blocks(counter)
-    small.advance(2)
-    compiled = counter.frame_count
-    assert compiled > 0
-    small.advance(3)
-    assert counter.frame_count == compiled
+    phases = (*three("bf16"), {"name": "evaluation", "recipe": "current"})
+    keys: dict[str, Any] = {"compile": True, "deterministic": False, "eval_every": 2, "steps": 8}
+    small = SmallLoop(tmp_path / "r", "fp32", phases=phases, **keys)
+    small.advance(8)
+    assert compiled == ["bf16", "fp32", "bf16"]
 
 
 @pytest.mark.parametrize(
     ("recipe", "keys", "message"),
     [
-        ("delayed", {"parallel": "fsdp"}, "phases in several recipes need --parallel ddp"),
+        (
+            "fp32",
+            {"phases": ({"name": "evaluation", "recipe": "delayed"},)},
+            "delayed scaling need a first phase that trains in it",
+        ),
         ("delayed", {"phases": three("bf16", {"recipe": "nope"})}, "No recipe 'nope'"),
         # though it has no steps
         ("nope", {"phases": "default", "steps": 2, "warmup_steps": 50}, "No recipe 'nope'"),
@@ -417,52 +360,39 @@ def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
 
 
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
+    copy = tmp_path / "copy.toml"
+    copy.write_text('like = "current"\n')
     phases = (
-        {"name": "a", "until": 2, "recipe_overrides": {"exclude": ["*qkv"]}},
-        {"name": "b", "until": 4},
-        {"name": "c", "recipe": "bf16", "recipe_overrides": {"attention": "fp32"}},
+        {"name": "a", "until": 1, "recipe_overrides": {"exclude": ["*qkv"]}},
+        {"name": "b", "until": 2},
+        {"name": "c", "recipe": str(copy), "until": 4},
+        {"name": "d", "recipe": "bf16", "recipe_overrides": {"attention": "fp32"}},
     )
     small = SmallLoop(tmp_path / "r", "current", phases=phases, steps=6, save_every=3)
+    assert small.run.schedule.indices == (0, 1, 1, 2)  # recipes that are alike share a plan
     small.advance(3)
-    first, second, third = (small.run.variants[n].plan for n in small.run.schedule.variants)
+    first, second, third, *_ = small.run.plans
     assert {layer.name for layer in first.layers if layer.fp8} == {
         layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
     }
     assert (third.precision, third.attention) == ("bf16", "fp32")
     overrides = [phase["overrides"] for phase in small.run.plan_json()["phases"]]
-    assert overrides == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
-    resumed = small.resumed()
-    assert resumed.run.schedule == small.run.schedule
+    assert overrides == [{"exclude": ["*qkv"]}, {}, {}, {"attention": "fp32"}]
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
+    assert resumed.run.schedule.indices == small.run.schedule.indices
     resumed.advance(3)
     assert resumed.run.plan.attention == "fp32"
 
 
 def test_keys_that_change_nothing_are_told(tmp_path):
     notes = SmallLoop(
-        tmp_path / "r", "fp32", loss_scale=8.0, clip_window=50, calibration_steps=3
+        tmp_path / "r", "fp32", loss_scale=8.0, clip_window=50, momentum=0.5
     ).run.notes
     assert [note.partition(" ")[0] for note in notes] == [
-        "loss_scale", "calibration_steps", "clip_window",
+        "loss_scale", "clip_window", "momentum",
     ]  # fmt: skip
     assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
-
-
-def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path):
-    copy, third = tmp_path / "copy.toml", tmp_path / "third.toml"
-    copy.write_text('like = "current"\n')
-    third.write_text('like = "delayed"\nexclude = ["*qkv"]\n')
-    phases = (
-        {"name": "a", "until": 2},
-        {"name": "b", "recipe": str(copy), "until": 4},
-        {"name": "c", "recipe": str(third)},
-    )
-    small = SmallLoop(tmp_path / "r", "current", phases=phases, save_every=3)
-    assert small.run.schedule.variants == (0, 0, 1)
-    small.advance(3)
-    small.run.folder.release()
-    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
-    resumed.advance(2)
-    assert resumed.run.plan.delayed
 
 
 def test_more_steps_that_move_the_phases_are_announced(tmp_path):
@@ -484,11 +414,8 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeyp
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
     h100 = Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")
     run = small.run
-    run.state.variants = tuple(
-        replace(
-            variant, plan=replace(variant.plan, device="cuda", native=True, compute_dtype="bf16")
-        )
-        for variant in run.variants
+    run.state.plans = tuple(
+        replace(plan, device="cuda", native=True, compute_dtype="bf16") for plan in run.plans
     )
     small.loop.run = small.loop.metrics.run = replace(run, hardware=h100)
     rates = []
@@ -503,29 +430,29 @@ def test_the_whole_model_is_the_layers_of_all_phases(tmp_path):
     phases = {"name": "a", "until": 3, **overrides}, {"name": "b"}
     guard = SmallLoop(tmp_path / "r", "mxfp8", phases=phases, width=128).loop.guard
     assert "blocks.0.mlp.down" not in fp8_parts(guard.run.model)
-    guard._outcome = Outcome()
-    guard._leave_fp8(2, {"layer": WHOLE}, "steps went wrong", None)
-    assert "blocks.0.mlp.down" in guard._outcome.leave_fp8
+    assert "blocks.0.mlp.down" in _all_in_fp8(guard.run.plans)
 
 
-def test_the_variant_that_left_fp16_shares_the_counters_of_the_others(tmp_path):
+def test_the_model_that_left_fp16_shares_the_counters_of_the_others(tmp_path):
     phases = {"name": "a", "recipe": "fp16", "until": 3}, {"name": "b"}
     run = SmallLoop(tmp_path / "r", "nvfp4", phases=phases, width=128).run
     run.leave_fp16()
-    assert run.variants[0].plan.precision == "bf16"
-    assert run.variants[0].backend.draws is run.variants[1].backend.draws
+    assert run.plan.precision == "bf16"
+    draws = run.backend.draws
+    run.use(1)
+    assert run.plan.precision == "nvfp4-emulated"
+    assert run.backend.draws is draws
 
 
 def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("current"), steps=9)
-    small.run.set_fp8("blocks.0.mlp.up", False)
     small.loop.guard.demoted["blocks.0.mlp.up"] = None
     full = {}
     for step in range(1, 7):
         small.advance(1)
         full[step] = small.loop.metrics.fp8_gemms
     assert full[1] == full[4] == 9  # three linears of a block of four
-    assert small.loop.guard.plan_now().layer("blocks.0.mlp.up").fp8 is False
+    assert small.run.plan.layer("blocks.0.mlp.up").fp8 is False
 
 
 def test_resuming_with_other_phases_is_refused(command, refused, phases, capsys):

@@ -45,13 +45,14 @@ def test_its_keys_overrule_a_run_file(tmp_path):
     saved = (run / "run.toml").read_text()
     assert "\nsteps = 2\n" in saved
     assert '\nrecipe = "bf16"\n' in saved
-    assert fp8stack.pretrain(out=run, resume="auto", steps=3) == run
+    config = fp8stack.RunConfig(out=str(run), steps=3)
+    assert fp8stack.pretrain(config, resume="auto") == run
     assert [row[0] for row in losses(run)] == [1, 2, 3]
 
 
 def test_bad_input_is_raised_in_one_line(tmp_path):
     with pytest.raises(UserError, match="stepz") as caught:
-        fp8stack.pretrain(stepz=3)  # type: ignore[call-arg]
+        fp8stack.pretrain(stepz=3)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     (tmp_path / "run").mkdir()

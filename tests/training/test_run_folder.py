@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fp8stack.planning.run_config import parse_config
-from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
+from fp8stack.training.run_folder import RunFolder, new_folder
 from tests.common.test_io import held_by_another_process
 from tests.conftest import TINY, contents, refusal
 from tests.support.run_folders import make_run, write_lines
@@ -57,11 +57,9 @@ def test_a_run_is_running_as_long_as_another_process_holds_its_lock(unfinished):
     folder = RunFolder(unfinished)
     assert not folder.is_running
     assert folder.cut_at == (16, 200)
-    assert [run.path.name for run in cut_runs()] == [unfinished.name]
     with held_by_another_process(unfinished / ".lock") as process:
         assert folder.is_running
         assert folder.cut_at is None
-        assert list(cut_runs()) == []
         process.kill()
         process.wait()
         assert not folder.is_running
@@ -141,7 +139,6 @@ def test_a_run_of_the_last_steps_is_running_until_its_process_ends(unfinished, c
         ["--out", "runs/gpt-nano-fp32", "--resume", "auto"],
         ["--resume", "runs/gpt-nano-fp32"],
         ["--resume", "runs/gpt-nano-fp32/checkpoints/step-000016"],
-        ["--resume", "auto", "--recipe", "fp32"],
         ["--out", "runs/gpt-nano-fp32", "--overwrite"],
     ],
 )
@@ -153,11 +150,10 @@ def test_a_run_that_another_process_trains_is_left_alone(flags, live, refused):
     assert contents(live) == before
 
 
-def test_a_new_run_takes_another_folder_and_does_not_call_a_live_one_cut(live, command, capsys):
+def test_a_new_run_takes_another_folder_than_a_live_one(live, command):
     os.chdir(live.parents[1])
     assert command("pretrain", "--recipe", "fp32", *TINY, "--steps", "1") == 0
     assert Path("runs/gpt-nano-fp32-2/metrics.jsonl").exists()
-    assert "was cut" not in capsys.readouterr().out
 
 
 def test_a_folder_that_another_process_has_just_claimed_is_not_vacant(live):
@@ -166,15 +162,5 @@ def test_a_folder_that_another_process_has_just_claimed_is_not_vacant(live):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     os.chdir(live.parents[1])
     config = parse_config(None, {"recipe": "fp32"})
-    assert choose_folder(config, resume=False).path.name == "gpt-nano-fp32-2"
+    assert new_folder(config).path.name == "gpt-nano-fp32-2"
     assert refusal(RunFolder(live).require_free).startswith("Another process trains in")
-
-
-def test_the_run_of_the_highest_number_is_resumed_though_the_first_is_gone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = parse_config(None, {"recipe": "fp32"})
-    for name, last in (("2", "2"), ("10", "10"), ("9", "10"), ("old", "10")):
-        run = make_run(tmp_path / f"runs/gpt-nano-fp32-{name}", steps=20, recipe="fp32", every=0)
-        (run / "checkpoints" / "step-000020").mkdir(parents=True)  # finished
-        assert choose_folder(config, resume=True).path == Path(f"runs/gpt-nano-fp32-{last}")
-    assert choose_folder(config, resume=False).path == Path("runs/gpt-nano-fp32")

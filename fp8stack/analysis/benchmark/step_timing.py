@@ -16,12 +16,14 @@ from fp8stack.analysis.benchmark.timing import Timing, interleaved, ratio
 from fp8stack.common.errors import UserError
 from fp8stack.common.presets import training_recipes
 from fp8stack.layers import build_backend
+from fp8stack.layers.kernels.replay import records
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan, load_recipe, resolve
 from fp8stack.precision.native_gemms import kernel_of
 from fp8stack.precision.rules import best_plain_dtype, shipped
+from fp8stack.training.graphs import GraphedPasses
 from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.optim.optimizer import build_optimizer
@@ -169,7 +171,10 @@ def build(arm: StepArm, work: StepWork, hardware: Hardware) -> Built:
         model.compile_blocks()
     optimizer = build_optimizer(model, RunConfig(lr=1e-4))
     scaler = LossScaler(hardware.device) if plan.loss_scaling else None
-    step = training_step(model, optimizer, work.batches_of(hardware.device), scaler)
+    batches = work.batches_of(hardware.device)
+    has_graphs = arm.compiled and records(torch.device(hardware.device))
+    graphs = has_graphs and work.config.experts is None  # as in a run
+    step = training_step(model, optimizer, batches, scaler, graphs=graphs)
     return Built(step, plan, model)
 
 
@@ -183,18 +188,31 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Tensor, Tensor]],
     scaler: LossScaler | None = None,
+    *,
+    graphs: bool = False,
 ) -> Callable[[], None]:
     """One optimizer step on the next of `batches`, in turns, of a model that gives the loss of
-    tokens and targets, with the loss scaled by `scaler` if there is one."""
+    tokens and targets, with the loss scaled by `scaler` if there is one. With `graphs`, the passes
+    of the model, which is a `GPT`, are replayed as CUDA graphs."""
     next_batch = partial(next, cycle(batches))
 
+    def run_pass(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = model(tokens_BT, targets_BT)
+        scaled = loss if scaler is None else scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    call: Callable[..., Tensor] = run_pass
+    if graphs:
+        assert isinstance(model, GPT)
+        passes = GraphedPasses(run_pass, model, model.backend.weights, model.backend.delayed)
+        call = partial(passes, first=True)
+
     def step() -> None:
-        loss = model(*next_batch())
+        call(*next_batch())
         if scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         else:
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad(set_to_none=True)

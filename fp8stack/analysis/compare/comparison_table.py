@@ -1,7 +1,6 @@
 """A comparison as text: the table that is printed, and `compare.md`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fp8stack.analysis.compare.gaps import RecipeFigures, seeds
 from fp8stack.analysis.compare.intervals import CONFIDENCE_ADDING, FEWEST_ADDING
@@ -14,13 +13,13 @@ def header(baseline: str) -> list[str]:
     """Column titles."""
     return [
         "recipe", "ran", "FP8 layers", "FP8 GEMMs per step", "validation loss",
-        f"gap to {baseline}", "verdict", "tokens/s", "peak GiB", "skips", "worst SQNR",
+        f"gap to {baseline}", "verdict", "tokens/s", "peak GiB", "skips",
     ]  # fmt: skip
 
 
 def cells(row: RecipeFigures) -> list[str]:
     """The cells of a recipe's row."""
-    plan, gap, worst = row.plan, row.gap_percent, row.worst_sqnr
+    plan, gap = row.plan, row.gap_percent
     relative = "" if row.relative_speed is None else f" ({row.relative_speed:.2f})"
     return [
         row.recipe,
@@ -33,7 +32,6 @@ def cells(row: RecipeFigures) -> list[str]:
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}{relative}",
         "" if row.peak_memory_gib is None else f"{row.peak_memory_gib:.2f}",
         str(row.skips),
-        f"{worst['db']:.1f} dB, {worst['layer']} {worst['operand']}" if worst else "",
     ]
 
 
@@ -49,34 +47,23 @@ def as_text(rows: Sequence[RecipeFigures], baseline: str, gap_note: str) -> str:
     return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *gap_lines, *notes(rows)])
 
 
-def as_markdown(
-    rows: Sequence[RecipeFigures],
-    comparison: Comparison,
-    machine: Mapping[str, Any],
-    gap_note: str,
-) -> str:
+def as_markdown(rows: Sequence[RecipeFigures], comparison: Comparison, gap_note: str) -> str:
     """The text of `compare.md`: the command, the table, an explanation of it, and notes."""
-    config, baseline = comparison.config, comparison.baseline
-    seed_count = max((row.seeds for row in rows), default=comparison.seeds)
-    steps, batch = counted(config.steps, "step"), counted(config.batch, "sequence")
-    model = f"{config.model}, {steps} of {batch}"
-    start = f", begun with the weights of {config.init_from}" if config.init_from else ""
-    start += f"; {gap_note}" * bool(gap_note)
-    facts = ", ".join(
-        f"{name} {value}"
-        for name, value in machine.items()
-        if value is not None and name not in ("machine", "slug")
-    )
+    config, machine = comparison.config, comparison.machine
+    work = f"{counted(config.steps, 'step')} of {counted(config.batch, 'sequence')}"
+    start = f", begun with the weights of {config.init_from}" * bool(config.init_from)
+    facts = [f"{name} {value}" for name, value in machine.items()
+             if value is not None and name not in ("machine", "slug")]  # fmt: skip
     lines = [
         f"`{comparison.command}`",
         "",
-        f"made this: {model}, {seeds(seed_count)}{start}, on "
-        f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
-        "same first weights and the same order.",
+        f"made this: {config.model}, {work}, {seeds(comparison.seeds)}{start}; {gap_note}, on "
+        f"{machine['machine']} ({', '.join(facts)}). For one seed all recipes have the same data, "
+        "the same first weights and the same order.",
         "",
-        *markdown(header(baseline), map(cells, rows)),
+        *markdown(header(comparison.baseline), map(cells, rows)),
         "",
-        _explanation(baseline, seed_count, comparison),
+        _explanation(comparison),
         "",
         *(f"- {note}" for note in notes(rows)),
         "",
@@ -86,8 +73,8 @@ def as_markdown(
     return "\n".join(lines)
 
 
-def _explanation(baseline: str, seed_count: int, comparison: Comparison) -> str:
-    judging, windows = comparison.judging, comparison.config.last_eval_windows
+def _explanation(comparison: Comparison) -> str:
+    judging, baseline = comparison.judging, comparison.baseline
     kind = (
         f"{100 * CONFIDENCE_ADDING:g} % interval by Student's t, from {FEWEST_ADDING} pairs on; "
         "as seeds were added after a look at it, it holds the gap in 96 to 98 % of all "
@@ -96,24 +83,23 @@ def _explanation(baseline: str, seed_count: int, comparison: Comparison) -> str:
         else "95 % interval by Student's t, which holds for a number of seeds chosen beforehand "
         "and normal noise (lognormal: 82 to 89 %; correlated across seeds: 75 to 92 %)"
     )
-    only = " and for this first model alone" * bool(comparison.config.init_from)
     errors = (
         "With one seed there are no errors, and differences mean little. "
-        if seed_count == 1
+        if comparison.seeds == 1
         else f"Validation loss: mean over seeds ± its standard error. Gap: the mean over seeds of "
         f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
         f"{kind}. A recipe is worse or better if that does not hold 0, and within "
         f"{judging.margin:g} % of {baseline} if all of it lies there. Each interval is for itself"
-        f"{only}: of {'fifty' if judging.adding else 'twenty'} recipes that are equal, one would "
-        "seem to differ. "
+        f"{' and for this first model alone' * bool(comparison.config.init_from)}: of "
+        f"{'fifty' if judging.adding else 'twenty'} recipes that are equal, one would seem to "
+        "differ. "
     )
-    at_most = counted(windows, "held-out window")
+    windows = counted(comparison.config.last_eval_windows, "held-out window")
     return (
-        f"Losses are in nats per token, at the last step, on at most {at_most}. {errors}A run "
+        f"Losses are in nats per token, at the last step, on at most {windows}. {errors}A run "
         "diverged if its numbers were no longer finite, or if its loss ended above "
         f"{HOPELESS} times that of guessing uniformly. tokens/s: the median over steps, without "
-        f"the first {WARM_UP}, and relative to {baseline}; runs were made one after the other. "
-        "Worst SQNR: of all FP8 operands, at all sampled steps but the first of a run."
+        f"the first {WARM_UP}, and relative to {baseline}; runs were made one after the other."
     )
 
 
@@ -125,7 +111,7 @@ def notes(rows: Sequence[RecipeFigures]) -> list[str]:
             lines.append(f"{row.recipe}: {'; '.join(row.plan['reasons'])}")
         left_out = row.plan.get("not_fp8", {})
         if left_out and row.plan["fp8_layers"]:
-            reasons = "; ".join(dict.fromkeys(f"{reason}" for reason in left_out.values()))
+            reasons = "; ".join(dict.fromkeys(left_out.values()))
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             names = ", ".join(list(left_out)[:3]) + more
             lines.append(f"{row.recipe}: not in FP8: {names} ({reasons})")

@@ -32,7 +32,7 @@ class Judging:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFigures:
-    """A recipe over all seeds. `curve` has (step, mean, lowest, highest validation loss)."""
+    """A recipe over all seeds."""
 
     recipe: str
     plan: dict[str, Any]
@@ -51,8 +51,6 @@ class RecipeFigures:
     skips: int
     events: dict[str, int]
     fp8_gemms: int | None
-    worst_sqnr: dict[str, Any] | None
-    curve: tuple[tuple[int, float, float, float], ...]
     errors: tuple[str, ...]
 
 
@@ -86,9 +84,6 @@ def _recipe(
     plan = next((run.plan for run in runs if run.plan), {})
     dtypes = dict.fromkeys(run.plan["compute_dtype"] for run in runs if run.plan)
     ran = " then ".join(dict.fromkeys(precision for run in runs for precision in run.precisions))
-    worst_figures = [
-        run.worst_sqnr.model_dump() | {"seed": run.seed} for run in runs if run.worst_sqnr
-    ]
     return RecipeFigures(
         recipe=name,
         plan=plan,
@@ -107,8 +102,6 @@ def _recipe(
         skips=sum(run.skips for run in runs),
         events=dict(sum((Counter(run.events) for run in runs), Counter())),
         fp8_gemms=_over_runs(runs, lambda run: run.fp8_gemms, max),
-        worst_sqnr=min(worst_figures, key=lambda worst: worst["db"], default=None),
-        curve=_curve(runs),
         errors=tuple(f"seed {run.seed}: {run.error}" for run in runs if run.error),
     )
 
@@ -219,17 +212,3 @@ def _over_runs(
     """Reduce a figure over the runs that have it by `choose`; None if no run has it."""
     values = [value for run in runs if (value := figure(run)) is not None]
     return choose(values) if values else None
-
-
-def _curve(runs: Sequence[RunFigures]) -> tuple[tuple[int, float, float, float], ...]:
-    """Validation loss by step over finished runs; without any, over unfinished or all runs."""
-    done = [run for run in runs if run.status == "done"]
-    shown_runs = done or [run for run in runs if run.status == "unfinished"] or runs
-    by_step: dict[int, list[float]] = {}
-    for run in shown_runs:
-        for step, loss in run.curve:
-            by_step.setdefault(step, []).append(loss)
-    return tuple(
-        (step, statistics.fmean(losses), min(losses), max(losses))
-        for step, losses in sorted(by_step.items())
-    )

@@ -10,25 +10,16 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from fp8stack.common.io import read_json
-from fp8stack.training.run_folder import RunFolder, read_rows
+from fp8stack.training.metrics.read import Metrics, read_metrics
+from fp8stack.training.run_folder import RunFolder
 
 Row = Mapping[str, Any]
 Status = Literal["done", "diverged", "failed", "unfinished"]
 
-EXPECTED = (None, "phase")  # values of a row's `event` that are not reported
 WARM_UP = 5  # first steps, whose speed does not count: they compile, tune and allocate
 HOPELESS = 1.1
 """A run diverged if its last validation loss exceeds this many times ln(V), a uniform guess's."""
 NUMERIC_FAILURE = 5  # exit code of a run that stopped because its numbers were not finite
-
-
-class WorstSqnr(BaseModel, frozen=True, extra="forbid"):
-    """The lowest signal-to-noise ratio of an FP8 operand, with its layer and step."""
-
-    db: float
-    layer: str
-    operand: str
-    step: int
 
 
 class RunFigures(BaseModel, frozen=True, extra="forbid"):
@@ -49,7 +40,6 @@ class RunFigures(BaseModel, frozen=True, extra="forbid"):
     events: dict[str, int] = {}
     fp8_gemms: int | None = None
     precisions: tuple[str, ...] = ()
-    worst_sqnr: WorstSqnr | None = None
     plan: dict[str, Any] = {}
 
 
@@ -72,22 +62,20 @@ def read_run(
         error: the last line that the run printed, if it failed.
         seconds: wall time of the run, if known.
     """
-    rows = folder.read_metrics()
-    rows_by_step = valid_steps(rows)
-    curve = [
-        (step, row["val_loss"]) for step, row in rows_by_step.items() if _number(row, "val_loss")
-    ]
+    metrics = read_metrics(folder.path)
+    curve = list(zip(*metrics.column("val_loss"), strict=True))
     # The row of a skipped step may have a validation loss but no training loss.
-    last: Row = next((row for row in reversed(rows_by_step.values()) if "loss" in row), {})
-    last_phase = {
-        n: row for n, row in rows_by_step.items() if row.get("phase") == last.get("phase")
-    }
-    speeds = {n: row["tokens_per_s"] for n, row in last_phase.items() if row.get("tokens_per_s")}
+    last: Row = next((row for row in reversed(metrics.rows) if "loss" in row), {})
+    last_phase = [
+        row
+        for row in metrics.rows
+        if row["step"] > metrics.began and row.get("phase") == last.get("phase")
+    ]
+    speeds = {row["step"]: row["tokens_per_s"] for row in last_phase if row.get("tokens_per_s")}
     warm_speeds = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]
-    memory = [row["memory_gib"] for row in last_phase.values() if _number(row, "memory_gib")]
-    precision_rows = [row for row in last_phase.values() if "precision" in row]
-    skipped = [row for row in rows if row.get("event") == "skip" or row.get("skipped") is True]
-    status, diverged_at = _status(rows_by_step, rows, curve, steps, vocabulary, exit)
+    memory = [row["memory_gib"] for row in last_phase if _number(row, "memory_gib")]
+    kinds = Counter(str(event["event"]) for event in metrics.events if "fp16" not in event)
+    status, diverged_at = _status(metrics, curve, steps, vocabulary, exit)
     return RunFigures(
         recipe=recipe,
         seed=seed,
@@ -100,30 +88,16 @@ def read_run(
         seconds=seconds,
         tokens_per_s=statistics.median(warm_speeds or speeds.values()) if speeds else None,
         peak_memory_gib=max(memory, default=None),
-        skips=len({row["step"] for row in skipped}),
-        events=dict(Counter(str(row["event"]) for row in rows if row.get("event") not in EXPECTED)),
+        skips=len({event["step"] for event in metrics.events if event["event"] == "skip"}),
+        events={kind: count for kind, count in kinds.items() if kind != "phase"},
         fp8_gemms=last.get("fp8_gemms"),
-        precisions=tuple(dict.fromkeys(r["precision"] for r in precision_rows)),
-        worst_sqnr=worst_sqnr(folder.telemetry),
+        precisions=tuple(dict.fromkeys(r["precision"] for r in last_phase if "precision" in r)),
         plan=_plan(folder.plan),
     )
 
 
-def valid_steps(rows: Sequence[Row]) -> dict[int, Row]:
-    """The last row of each step, without the steps that were rolled back."""
-    valid: dict[int, Row] = {}
-    for row in rows:
-        if row.get("event") == "rollback":
-            back = int(row.get("to_step", row["step"]))
-            valid = {step: earlier for step, earlier in valid.items() if step <= back}
-        elif row.get("loss") is not None or row.get("val_loss") is not None:
-            valid[row["step"]] = row
-    return dict(sorted(valid.items()))
-
-
 def _status(
-    rows_by_step: Mapping[int, Row],
-    rows: Sequence[Row],
+    metrics: Metrics,
     curve: Sequence[tuple[int, float]],
     steps: int,
     vocabulary: int,
@@ -131,7 +105,8 @@ def _status(
 ) -> tuple[Status, int | None]:
     """The status of a run, and the step at which it diverged, if it did."""
     if exit == NUMERIC_FAILURE:
-        return "diverged", rows[-1]["step"] if rows else 1
+        ends = (*metrics.rows[-1:], *metrics.events[-1:])
+        return "diverged", max((row["step"] for row in ends), default=1)
     if exit:
         return "failed", None
     if exit is None or not curve or curve[-1][0] < steps:
@@ -139,9 +114,7 @@ def _status(
     bound = HOPELESS * math.log(vocabulary)
     if curve[-1][1] <= bound:
         return "done", None
-    losses = [
-        (step, row["loss"]) for step, row in rows_by_step.items() if row.get("loss") is not None
-    ]
+    losses = list(zip(*metrics.column("loss"), strict=True))
     good_steps = [step for step, loss in losses if loss <= bound]
     return "diverged", next((s for s, _ in losses if s > max(good_steps, default=0)), curve[-1][0])
 
@@ -172,18 +145,3 @@ def _plan(path: Path) -> dict[str, Any]:
         }
     except (ValueError, KeyError, TypeError):
         return {}
-
-
-def worst_sqnr(path: Path) -> WorstSqnr | None:
-    """The operand with the lowest SQNR in the recipe of the last sampled step. Its first sampled
-    step does not count, because delayed scaling still has all scales at 1 then."""
-    rows = [row for row in read_rows(path, {"step": 0}) if "operand" in row]
-    rows = [row for row in rows if not row.get("what_if")]
-    rows = [row for row in rows if row.get("recipe") == rows[-1].get("recipe")]
-    first = min((row["step"] for row in rows), default=0)
-    settled = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
-    if not settled:
-        return None
-    worst = min(settled, key=lambda row: row["sqnr_db"])
-    place = {key: worst[key] for key in ("layer", "operand", "step")}
-    return WorstSqnr(db=worst["sqnr_db"], **place)

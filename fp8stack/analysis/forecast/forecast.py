@@ -130,7 +130,7 @@ def expectation(
             nats=None,
             extra_tokens=None,
             sources=(),
-            reason="no source trains with its forward pass; `fp8stack forecast RUN` measures it",
+            reason="no source trains with its forward pass; `fp8stack compare` measures it",
         )
     notes = list(severity.notes)
     if severity.share < 0.99:

@@ -33,7 +33,6 @@ class Law:
         quantile: half-width of a 90 % interval in standard deviations.
         forward: the severity of NVFP4 in the forward pass alone; the rest is of the backward pass.
         head: the severity of a quantized head, for the same work, relative to the blocks'.
-        power: the exponent of the ratio of two recipes' divergences in the forward pass.
         severities: the severity of each shipped recipe whose training was measured.
         sources: the training setups that give each recipe's severity.
         parameters, ratio: the ranges of the fit, of N and of D / N.
@@ -50,7 +49,6 @@ class Law:
     quantile: float
     forward: float
     head: float
-    power: float
     severities: dict[str, float]
     sources: dict[str, tuple[str, ...]]
     parameters: tuple[float, float]
@@ -78,15 +76,6 @@ class Law:
         )
         factor = math.exp(self.quantile * deviation)
         return Gap(mean=mean, low=mean / factor, high=mean * factor)
-
-    def severity(self, divergence: float, error: float) -> float:
-        """The severity of a recipe by its measured ratios to NVFP4 on the same model.
-
-        Args:
-            divergence: ratio of the KL divergences of the quantized forward passes.
-            error: ratio of the relative squared errors of the operands of the backward pass.
-        """
-        return float(self.forward * divergence**self.power + (1 - self.forward) * error)
 
     def extra_tokens(self, ratio: float, percent: float) -> float:
         """The training tokens to add, in percent of `ratio`, until the loss is as low as without a

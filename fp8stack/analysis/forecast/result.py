@@ -1,4 +1,4 @@
-"""The result of a forecast: its JSON file and its table."""
+"""The result of a forecast: as data, and its table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8stack.common.tables import aligned
 
-NAME = "forecast.json"
-"""The name of the file in a run's folder."""
-WORST = 5
-"""Number of layers that `without_worst` leaves in bf16."""
 GAP = ("gap to expect", "90 % interval")
 """The column titles of `shares`."""
 MOST_EXTRA = 900.0
@@ -34,18 +30,6 @@ class Gap(_Record):
         return Gap(mean=self.mean * factor, low=self.low * factor, high=self.high * factor)
 
 
-class Measured(_Record):
-    """A recipe's sensitivity on a trained model, see `Sensitivity`. `worst` are the layers with the
-    largest divergences, and `without_worst` the gap with these in bf16."""
-
-    forward: float
-    forward_layers: dict[str, float]
-    backward: float
-    backward_layers: dict[str, float]
-    worst: tuple[str, ...]
-    without_worst: Gap | None
-
-
 class Expected(_Record):
     """The forecast for a recipe.
 
@@ -59,7 +43,6 @@ class Expected(_Record):
             `MOST_EXTRA`; None far from the tokens that baselines are known for.
         sources: the training setups that give the severity.
         notes: assumptions.
-        measured: what was measured on a trained model.
     """
 
     recipe: str
@@ -70,15 +53,13 @@ class Expected(_Record):
     sources: tuple[str, ...]
     reason: str = ""
     notes: tuple[str, ...] = ()
-    measured: Measured | None = None
 
 
 class ForecastResult(_Record):
     """The forecast for a model.
 
     Attributes:
-        model: a run, a checkpoint, or the name of a model.
-        checkpoint: the checkpoint that was measured; "" without a trained model.
+        model: a run, or the name of a model.
         parameters, active_parameters: all parameters, and those that a token meets.
         tokens: the number of training tokens.
         loss: of the baseline, in nats per token; None if it is not known.
@@ -88,7 +69,6 @@ class ForecastResult(_Record):
     """
 
     model: str
-    checkpoint: str = ""
     parameters: int
     active_parameters: int
     tokens: int
@@ -100,14 +80,13 @@ class ForecastResult(_Record):
     @property
     def about(self) -> list[str]:
         """Lines on the model and its loss."""
-        name = f"{self.model}, {self.checkpoint}" if self.checkpoint else self.model
         active = ""
         if self.active_parameters != self.parameters:
             active = f" ({quantity(self.active_parameters)} active)"
         ratio = self.tokens / self.active_parameters
         lines = [
-            f"{name}: {quantity(self.parameters)} parameters{active}, {quantity(self.tokens)} "
-            f"training tokens, {ratio:.3g} per parameter"
+            f"{self.model}: {quantity(self.parameters)} parameters{active}, "
+            f"{quantity(self.tokens)} training tokens, {ratio:.3g} per parameter"
         ]
         if self.loss is not None:
             lines.append(f"loss without low precision: {self.loss:.4f}, {self.loss_source}")
@@ -116,10 +95,7 @@ class ForecastResult(_Record):
     @property
     def header(self) -> list[str]:
         """Column titles of `rows`."""
-        titles = ["recipe", *GAP, "nats per token", "extra tokens"]
-        if self.checkpoint:
-            return [*titles, f"without the worst {WORST}", "divergence", "worst layers"]
-        return [*titles, "sources"]
+        return ["recipe", *GAP, "nats per token", "extra tokens", "sources"]
 
     def rows(self) -> Iterator[list[str]]:
         """Yield a table row for each recipe."""
@@ -128,14 +104,8 @@ class ForecastResult(_Record):
             if expected.nats is not None:
                 gap = expected.nats
                 nats = f"{gap.mean:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
-            cells = [expected.recipe, *shares(expected.percent), nats, _extra(expected)]
-            measured = expected.measured
-            if measured is not None:
-                worst = "" if measured.without_worst is None else shares(measured.without_worst)[0]
-                cells += [worst, f"{measured.forward:.1e}", _layers(measured)]
-            else:
-                cells.append(", ".join(expected.sources))
-            yield cells
+            sources = ", ".join(expected.sources)
+            yield [expected.recipe, *shares(expected.percent), nats, _extra(expected), sources]
 
     def as_text(self) -> list[str]:
         """The table, then the notes."""
@@ -154,12 +124,6 @@ class ForecastResult(_Record):
             "gap: what training in the recipe from the first step adds to the loss, in percent of "
             "it; extra tokens make up for it (docs/what_does_it_cost.md)"
         )
-        if self.checkpoint:
-            yield (
-                f"without the worst {WORST}: the gap with those layers in bf16; divergence: of the "
-                "quantized model's predictions from its own, nats per token; worst layers: their "
-                "share of it"
-            )
 
 
 def quantity(count: float) -> str:
@@ -191,12 +155,3 @@ def _extra(expected: Expected) -> str:
         for value in (extra.low, extra.mean, extra.high)
     )
     return f"{mean} ({low} to {high})"
-
-
-def _layers(measured: Measured) -> str:
-    total = sum(measured.forward_layers.values())
-    if not total:
-        return "none: the forward pass is exact"
-    return ", ".join(
-        f"{path} {measured.forward_layers.get(path, 0.0) / total:.0%}" for path in measured.worst
-    )

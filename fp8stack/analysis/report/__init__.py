@@ -1,4 +1,4 @@
-"""`fp8stack report`: a report on runs, as an HTML page, text or JSON."""
+"""Reports on runs: `fp8stack report`, a page or JSON, and `fp8stack show`, text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,7 @@ from pathlib import Path
 from fp8stack.common import terminal
 
 
-def report(
-    runs: Sequence[Path], out: str | None = None, text: bool = False, json: bool = False
-) -> Path | None:
+def report(runs: Sequence[Path], out: str | None = None, json: bool = False) -> Path | None:
     """Report on `runs`. Returns the path of the HTML page, None if no page was written.
 
     Args:
@@ -16,8 +14,7 @@ def report(
         out: path of the page; by default `report.html` in the run's folder, or in the folder that
             several runs share. Its plots are written as PNG files to the folder `report_files` next
             to the page.
-        text: print a summary. A page is then written only if `out` is given.
-        json: print the summary as JSON. A page is then written only if `out` is given.
+        json: print a summary as JSON. A page is then written only if `out` is given.
 
     Raises:
         UserError: a path holds no run, or `out` is not a file that can be replaced.
@@ -28,16 +25,10 @@ def report(
 
     analyses = [analyze(read_run(run)) for run in runs]
     written = None
-    if out is not None or not (text or json):
+    if out is not None or not json:
         from fp8stack.analysis.report import page
 
         written = page.destination(out, runs)
-    if text:
-        from fp8stack.analysis.report.formatting import titles
-        from fp8stack.analysis.report.text import show
-        from fp8stack.common.screen import Screen
-
-        show(analyses, titles([analysis.run for analysis in analyses]), Screen())
     if json:
         from fp8stack.analysis.report.summary import as_json
 
@@ -45,3 +36,13 @@ def report(
     if written is not None:
         page.write(analyses, written)
     return written
+
+
+def show(run: Path) -> None:
+    """Print the report on a run as text. Raises a UserError if the path holds no run."""
+    from fp8stack.analysis.report import text
+    from fp8stack.analysis.report.analysis import analyze
+    from fp8stack.analysis.report.read import read_run
+    from fp8stack.common.screen import Screen
+
+    text.show(analyze(read_run(run)), Screen())

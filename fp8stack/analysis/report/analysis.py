@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fp8stack.analysis.report.events import ending, failure, from_events
-from fp8stack.analysis.report.expert_shares import expert_findings
-from fp8stack.analysis.report.formatting import Finding, Level, in_steps, percent, with_unit
+from fp8stack.analysis.report.events import from_events
+from fp8stack.analysis.report.findings import Finding, Level, in_steps, percent, several, with_unit
 from fp8stack.analysis.report.gradient_faults import gradient_findings
 from fp8stack.analysis.report.outliers import Outlier, find_outliers, settled
-from fp8stack.analysis.report.read import Operand, RunRecord, of_linears, table
+from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.telemetry import Operand, Telemetry, of_linears, table
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
@@ -28,38 +28,31 @@ LOWER_SQNR_DB = 10.0  # for formats with less than two mantissa bits; E2M1 at be
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """A run with its findings. `extremes` are the worst figures, alarming or not: label, operand,
-    step, and the figure as text."""
+    """A run with its findings. `extremes` are the worst figures, alarming or not: label, figure as
+    text, operand, and step."""
 
     run: RunRecord
     findings: list[Finding]
     outliers: list[Outlier]
     operands: list[Operand]  # only samples with settled scales, see `outliers.settled`
-    extremes: list[tuple[str, str, int, str]]
-    total: int | None  # steps that the config asks for
-    done: int  # last step in the metrics
-    state: str
+    extremes: list[tuple[str, str, str, int]]
 
 
 def analyze(run: RunRecord) -> Analysis:
     """Analyze a run."""
+    measured = run.telemetry.operands
     delayed = _is_delayed(table(run.plan.get("recipe"))) or any(
-        np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
-        for operand in run.operands
-        if len(operand.steps) and operand.figures["scale"][0] == 1.0
+        operand.steps[0] <= 1 and operand.figures["scale"][0] == 1.0 for operand in measured
     )
-    operands = settled(run.operands, delayed)
-    switches = [event["step"] for event in run.events if event.get("event") == "phase"]
+    operands = settled(measured, delayed)
+    events = run.metrics.events
+    switches = [event["step"] for event in events if event["event"] == "phase"]
     outliers = find_outliers(operands, switches)
-    done = max((row["step"] for row in run.rows), default=0)
-    steps = run.config.get("steps")
-    total = steps if type(steps) is int else None
     findings = [
-        *ending(run),
-        *_not_finite(run.operands),
-        *from_events(run),
-        *gradient_findings(run.gradients, delayed),
-        *expert_findings(run),
+        *from_events(run.metrics),
+        *_not_finite(measured),
+        *gradient_findings(run.telemetry.gradients, delayed),
+        *_idle_experts(run.telemetry),
         *_outlier_findings(outliers),
         *_clipped(operands),
         *_low_sqnr(operands, outliers),
@@ -72,20 +65,7 @@ def analyze(run: RunRecord) -> Analysis:
         outliers=outliers,
         operands=operands,
         extremes=_extremes(of_linears(operands)),
-        total=total,
-        done=done,
-        state=_state(run, done, total),
     )
-
-
-def _state(run: RunRecord, done: int, total: int | None) -> str:
-    if run.is_running:
-        return "running"
-    if failure(run) is not None:
-        return "failed"
-    if not run.rows:
-        return "no step yet"
-    return "done" if total is not None and done >= total else "unfinished"
 
 
 def _is_delayed(recipe: Mapping[str, Any]) -> bool:
@@ -105,9 +85,10 @@ def verdict(analysis: Analysis) -> str:
         return f"Needs attention: {' and '.join(problems)}."
     if analysis.findings:
         return f"Nothing alarming: {counted(len(analysis.findings), 'note')}."
-    if analysis.run.operands and not analysis.operands:
+    telemetry = analysis.run.telemetry
+    if telemetry.operands and not analysis.operands:
         return "Nothing stands out so far; the scales had not settled at the only sample."
-    if analysis.operands or analysis.run.gradients:
+    if analysis.operands or telemetry.gradients:
         return "Nothing stands out."
     return "Nothing stands out in the metrics; there is no telemetry of operands to look at."
 
@@ -124,6 +105,20 @@ def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
                 f"first at step {steps[first]}, at most {percent(share[worst])} of them "
                 f"(step {operand.steps[worst]}). Its amax is infinite there.",
             )
+
+
+def _idle_experts(telemetry: Telemetry) -> Iterable[Finding]:
+    """Name the layer with most experts that got no token in the last sample."""
+    layers, loads = telemetry.expert_loads()
+    idle = (loads == 0).sum(axis=1)
+    if total := int(idle.sum()):
+        worst = int(idle.argmax())
+        count, step = int(np.isfinite(loads).sum()), telemetry.expert_shares[layers[worst]][0]
+        yield Finding(
+            "warning" if total > count / 4 else "note",
+            f"{counted(total, 'expert')} of {count} got no token at step {step}, {idle[worst]} of "
+            f"them in {layers[worst]}. A larger balance or bias in [experts] spreads the tokens.",
+        )
 
 
 def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
@@ -143,11 +138,10 @@ def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
         )
         yield Finding(_level(out), f"{out.operand.name} {where} {figures}.")
     if more := outliers[MOST:]:
-        names = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
-        suffix = " and others" if len(more) > 20 else ""
         yield Finding(
             "warning" if "warning" in map(_level, more) else "note",
-            f"{counted(len(more), 'more stands', 'more stand')} out less: {names}{suffix}.",
+            f"{counted(len(more), 'more stands', 'more stand')} out less: "
+            f"{several([out.operand.name.replace(', ', ' ') for out in more])}.",
         )
 
 
@@ -160,33 +154,29 @@ def _level(out: Outlier) -> Level:
 
 def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
     """Count the amaxes that exceeded the range of their scale, and name the worst."""
-    count = samples = 0
-    worst: tuple[float, Operand, int] | None = None
-    largest_share = 0.0
-    for operand in operands:
-        bits = operand.figures["headroom_bits"]
-        samples += int(np.isfinite(bits).sum())
-        clipped = np.flatnonzero(operand.clipped)
-        count += len(clipped)
-        if len(clipped):
-            sample = int(clipped[np.argmin(bits[clipped])])
-            largest_share = max(
-                largest_share, float(np.nanmax([0.0, *operand.figures["saturated"][clipped]]))
-            )
-            if worst is None or bits[sample] < worst[0]:
-                worst = (float(bits[sample]), operand, sample)
-    if worst is None:
+    samples = sum(int(np.isfinite(operand.figures["headroom_bits"]).sum()) for operand in operands)
+    clipped = [
+        (
+            float(figures["headroom_bits"][sample]),
+            float(figures["saturated"][sample]),
+            operand,
+            sample,
+        )
+        for operand in operands
+        for figures in [operand.figures]
+        for sample in np.flatnonzero(operand.clipped)
+    ]
+    if not clipped:
         return
-    bits_over, operand, sample = worst
-    saturated = operand.figures["saturated"][sample]
+    bits, saturated, operand, sample = min(clipped, key=lambda item: item[0])
     share = "" if math.isnan(saturated) else f", {percent(saturated)} of its elements saturated"
-    text = (
-        f"{count} of {samples} sampled amaxes were clipped, being larger than their scale can "
-        f"hold. The worst: {operand.name} at step {operand.steps[sample]}, by "
-        f"{-bits_over:.2g} bits{share}."
+    is_severe = -bits >= CLIPPED_BITS or any(item[1] >= CLIPPED_SHARE for item in clipped)
+    yield Finding(
+        "warning" if is_severe else "note",
+        f"{len(clipped)} of {samples} sampled amaxes were clipped, being larger than their scale "
+        f"can hold. The worst: {operand.name} at step {operand.steps[sample]}, by {-bits:.2g} "
+        f"bits{share}.",
     )
-    is_severe = -bits_over >= CLIPPED_BITS or largest_share >= CLIPPED_SHARE
-    yield Finding("warning" if is_severe else "note", text)
 
 
 def _low_sqnr(operands: Sequence[Operand], outliers: Sequence[Outlier]) -> Iterable[Finding]:
@@ -208,7 +198,7 @@ def _low_sqnr(operands: Sequence[Operand], outliers: Sequence[Outlier]) -> Itera
         )
 
 
-def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
+def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, str, int]]:
     """The worst sample of each figure once scales have settled, alarming or not."""
     extremes = []
     for label, figure, sign in (
@@ -226,5 +216,5 @@ def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
         if peaks:
             value, values, operand = max(peaks, key=lambda peak: peak[0])
             step = int(operand.steps[np.nanargmax(values)])
-            extremes.append((label, operand.name, step, with_unit(figure, sign * value)))
+            extremes.append((label, with_unit(figure, sign * value), operand.name, step))
     return extremes

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fp8stack.common.tables import shortened
-from fp8stack.training.metrics.loss_plot import marker
+from fp8stack.training.metrics.read import Row
 
 INK = "#1a1b1c"  # becomes the colour of the page's text
 COLORS = (
@@ -29,7 +28,6 @@ EVENT_COLORS = {
     "stop": "#dc2626",
     "non-finite": "#dc2626",
 }
-MOST_POINTS = 1200  # per line: more than a screen has pixels
 
 _STYLE: Any = {
     "font.size": 9,
@@ -38,12 +36,12 @@ _STYLE: Any = {
     "text.parse_math": False,  # a name with $ in it is a name
     "axes.grid": True,
     "grid.alpha": 0.12,
+    "path.simplify_threshold": 0.25,  # pixels: a long line keeps its extremes, not its points
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color", "grid.color", "legend.labelcolor"), INK),
     **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "fp8stack",  # the same plot has the same bytes
 }
 
 
@@ -55,8 +53,12 @@ class Picture:
     name: str  # of the file
     title: str
     caption: str  # below the plot
-    alt: str  # for screen readers
     wide: bool = False  # keeps more width on a small screen
+
+    @property
+    def alt(self) -> str:
+        """The text for screen readers."""
+        return f"{self.title}: {self.caption}"
 
     def png(self) -> bytes:
         """The plot as a PNG file, on white."""
@@ -71,25 +73,12 @@ class Picture:
         """The plot as an <svg> element whose ids are unique on the page."""
         stream = io.StringIO()
         no_metadata = {"Creator": None, "Date": None, "Format": None, "Type": None}
-        with style():
+        with style(), matplotlib.rc_context({"svg.hashsalt": self.name}):
             self.figure.savefig(stream, format="svg", transparent=True, metadata=no_metadata)
-        text = stream.getvalue()
-        text = text[text.index("<svg") :]
-        text = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">',
-                      text, count=1)  # fmt: skip
-        # Make ids unique on the page; the plot refers to them by #id.
-        used_ids: set[str] = set()
-
-        def once(match: re.Match[str]) -> str:
-            # matplotlib names these by content, so equal names mean equal elements.
-            if match[1] in used_ids:
-                return ""
-            used_ids.add(match[1])
-            return f' id="{self.name}-{match[1]}"'
-
-        text = re.sub(r'\sid="([^"]+)"', once, text)
-        text = re.sub(r'(href="|url\()#', rf"\1#{self.name}-", text)
-        return text.replace(INK, "currentColor").strip()
+        text = stream.getvalue().replace(INK, "currentColor")
+        text = re.sub(r'\sid="((?!C\d)[\w.]+_\d+|image\w+)"', "", text)  # nothing refers to these
+        _, box, content = re.split(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', text, maxsplit=1)
+        return f'<svg viewBox="{box}" aria-hidden="true">{content.strip()}'
 
 
 @contextmanager
@@ -106,16 +95,9 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plain_log(axes: Any, values: Sequence[float]) -> None:
-    """Make the y axis logarithmic, with plain numbers as labels."""
-    axes.set_yscale("log")
-    plain_log_ticks(axes.yaxis, values)
-
-
-def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Label a logarithmic axis with plain numbers."""
-    narrow = max(values) / 100 < min(values)
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=8))
+def plain_log_ticks(axis: Any, low: float, high: float) -> None:
+    """Label a logarithmic axis from `low` to `high` with plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / 100 < low else (1,), numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -137,27 +119,18 @@ def legend_above(figure: Figure, axes: Any) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=8)
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any, str]:
-    """Reduce a line to its extremes, at most `MOST_POINTS`, which look the same when drawn. Returns
-    x, y and matplotlib's format string for the line."""
-    x, y = np.asarray(steps), np.asarray(values)
-    if len(x) <= MOST_POINTS:
-        return x, y, marker(steps)
-    extremes = set()
-    for stretch in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
-        extremes |= {int(stretch[np.argmin(y[stretch])]), int(stretch[np.argmax(y[stretch])])}
-    indices = sorted(extremes)
-    return x[indices], y[indices], "-"
+def by_kind(events: Sequence[Row]) -> dict[str, list[int]]:
+    """The steps of the events that changed the run, by the kinds of `EVENT_COLORS`."""
+    steps = {
+        kind: sorted({event["step"] for event in events if event["event"] == kind})
+        for kind in EVENT_COLORS
+    }
+    return {kind: steps for kind, steps in steps.items() if steps}
 
 
-def mark_events(axes: Any, events: Sequence[dict[str, Any]]) -> None:
+def mark_events(axes: Any, events: Sequence[Row]) -> None:
     """Draw a vertical line at each event that changed the run, with a legend entry per kind."""
-    labeled_kinds = set()
-    for event in {(event["step"], event.get("event")): event for event in events}.values():
-        kind = event.get("event")
-        if not isinstance(kind, str) or kind not in EVENT_COLORS:
-            continue
-        label = None if kind in labeled_kinds else kind
-        labeled_kinds.add(kind)
-        axes.axvline(event["step"], color=EVENT_COLORS[kind], linewidth=0.9, linestyle="--",
-                     alpha=0.8, label=label, zorder=1)  # fmt: skip
+    up = axes.get_xaxis_transform()  # y from 0 to 1
+    for kind, steps in by_kind(events).items():
+        axes.vlines(steps, 0, 1, color=EVENT_COLORS[kind], linewidth=0.9, linestyle="--",
+                    alpha=0.8, label=kind, zorder=1, transform=up)  # fmt: skip

@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8stack.analysis.report.formatting import Finding
+from fp8stack.analysis.report.findings import Finding, several
 from fp8stack.analysis.report.outliers import PEERS, role
-from fp8stack.analysis.report.read import Figures, Gradient, grid
+from fp8stack.analysis.report.telemetry import Figures, Gradient, grid
 from fp8stack.common.tables import counted
 
 SEVERAL = 3
@@ -35,12 +35,11 @@ class Fault:
 
     module: str  # path
     kind: FaultKind
-    steps: tuple[int, int]  # first and last of the longest run of faulty samples
-    samples: int  # number of samples in it
+    when: str  # the longest run of faulty samples, as a phrase
     lasts: bool  # it includes the run's last sample
-    norm: float  # of the sample that is furthest from the peers
-    peers: float  # the median of its peers at that sample
-    worst: int  # the step of `norm`
+    worst: int  # the step of the sample that is furthest from the peers
+    norm: float  # at that step
+    peers: float  # the median of its peers at that step
 
 
 def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -67,27 +66,27 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
         middle, bound = _peers([gradient.module for gradient in candidates], alive)
     distance = alive - middle
     all_faults = []
-    checks: tuple[tuple[FaultKind, NDArray[np.bool_]], ...] = (
-        ("dead", values == 0),
-        ("vanishing", distance < -bound[:, None]),
-        ("exploding", distance > bound[:, None]),
-    )
-    for kind, flags in checks:
+    flags_by_kind: dict[FaultKind, NDArray[np.bool_]] = {
+        "dead": values == 0,
+        "vanishing": distance < -bound[:, None],
+        "exploding": distance > bound[:, None],
+    }
+    for kind, flags in flags_by_kind.items():
         for row, gradient in enumerate(candidates):
             first, last = _longest(flags[row])
             if last - first < SEVERAL:
                 continue
             distances = np.abs(distance[row, first:last])
             worst = first + (0 if kind == "dead" else int(np.argmax(distances)))
+            samples = counted(last - first, "sample")
             fault = Fault(
                 module=gradient.module,
                 kind=kind,
-                steps=(int(steps[first]), int(steps[last - 1])),
-                samples=last - first,
+                when=f"{samples} in a row, steps {steps[first]} to {steps[last - 1]}",
                 lasts=last == len(steps),
+                worst=int(steps[worst]),
                 norm=float(values[row, worst]),
                 peers=float(10 ** middle[row, worst]),
-                worst=int(steps[worst]),
             )
             all_faults.append(fault)
     return all_faults
@@ -100,24 +99,24 @@ def gradient_findings(gradients: Sequence[Gradient], delayed: bool) -> Iterator[
     dead: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for fault in all_faults:
         if fault.kind == "dead":
-            dead[_when(fault), fault.lasts].append(fault.module)
+            dead[fault.when, fault.lasts].append(fault.module)
     for (when, lasts), faulty in dead.items():
         end = "What has no gradient is not trained." if lasts else "Later it had one."
-        names = _list(_merged(faulty, modules))
+        names = several(_merged(faulty, modules))
         text = f"Dead: no gradient reaches {names}; it was exactly zero at {when}. {end}"
         yield Finding("alarm" if lasts else "warning", text)
-    for kind, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
+    for kind in ("vanishing", "exploding"):
         of_kind = [fault for fault in all_faults if fault.kind == kind]
         of_kind.sort(key=lambda fault: -abs(np.log10(fault.norm / fault.peers)))
         for fault in of_kind[:MOST]:
             text = (
-                f"{word}: the gradient of {fault.module} has a norm of {fault.norm:.3g} at step "
-                f"{fault.worst}, its peers {fault.peers:.3g}; so at {_when(fault)}."
+                f"{kind.title()}: the gradient of {fault.module} has a norm of {fault.norm:.3g} at "
+                f"step {fault.worst}, its peers {fault.peers:.3g}; so at {fault.when}."
             )
             yield Finding("warning", text)
-        if len(of_kind) > MOST:
-            names = _list(_merged([fault.module for fault in of_kind[MOST:]], modules))
-            yield Finding("warning", f"{word} as well: the gradient of {names}.")
+        if more := [fault.module for fault in of_kind[MOST:]]:
+            names = several(_merged(more, modules))
+            yield Finding("warning", f"{kind.title()} as well: the gradient of {names}.")
 
 
 def _peers(modules: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
@@ -172,14 +171,3 @@ def _merged(faulty: Sequence[str], modules: Sequence[str]) -> list[str]:
                 break
         names[block] = None
     return list(names)
-
-
-def _list(names: Sequence[str]) -> str:
-    """Up to twenty names, joined for a sentence."""
-    items = list(names[:20]) + ["others"] * (len(names) > 20)
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def _when(fault: Fault) -> str:
-    samples, (first, last) = counted(fault.samples, "sample"), fault.steps
-    return f"{samples} in a row, steps {first} to {last}"

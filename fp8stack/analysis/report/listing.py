@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8stack.analysis.report.analysis import analyze
-from fp8stack.analysis.report.read import RunRecord, read_run
+from fp8stack.analysis.report.read import read_run
 from fp8stack.analysis.report.summary import headline
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
@@ -82,18 +81,12 @@ def runs(folder: Path) -> list[Row]:
     """
     if not folder.is_dir():
         raise UserError(f"No folder {quoted(str(folder))}. Give the one that your runs are in.")
-    analyses = [analyze(read_run(path, telemetry=False)) for path in _run_folders(folder)]
-    analyses.sort(key=lambda analysis: _written(analysis.run), reverse=True)
+    runs = [read_run(path, telemetry=False) for path in _run_folders(folder)]
+    runs.sort(key=lambda run: run.written.timestamp() if run.written else 0.0, reverse=True)
     labels = ("state", "model", "recipe", "steps", "validation loss", "took")
-    rows: list[Row] = []
-    for analysis in analyses:
-        facts = headline(analysis)
-        rows.append({"run": str(analysis.run.path), **{key: facts[key] for key in labels}})
-    return rows
-
-
-def _written(run: RunRecord) -> float:
-    return run.written.timestamp() if run.written else 0.0
+    return [
+        {"run": str(run.path), **{label: headline(run)[label] for label in labels}} for run in runs
+    ]
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fp8stack.analysis.report.read import Figures, Operand, grid
+from fp8stack.analysis.report.telemetry import Figures, Operand, grid
 
 SPREADS = 8.0
 PEERS = 4  # minimum number of operands for a median
@@ -87,16 +88,16 @@ def _of_one_kind(operands: list[Operand], switches: Sequence[int]) -> list[Outli
         warnings.simplefilter("ignore", RuntimeWarning)
         grids = {figure: _Grid(operands, figure, switches) for figure in BOUNDS}
         for figure, figure_grid in grids.items():
-            for row, hit in [*figure_grid.changed(), *figure_grid.different()]:
-                if figure not in hits[row] or hit.score > hits[row][figure].score:
-                    hits[row][figure] = hit
-    return [_outlier(operands[row], row, figure_hits, grids) for row, figure_hits in hits.items()]
+            for hit in sorted(figure_grid.hits(), key=lambda hit: hit.score):
+                hits[hit.row][figure] = hit  # the last one, which is the most unusual
+    return [_outlier(operands[row], of_row, grids) for row, of_row in sorted(hits.items())]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Hit:
     """A figure of an operand that is unusual by one of the rules."""
 
+    row: int
     score: float  # the distance, in units of its bound
     first: int  # sample
     worst: int  # sample
@@ -133,51 +134,49 @@ class _Grid:
         for (format, _), members in roles.items():
             same = len(members) >= PEERS
             group = self.values[members if same else formats[format]]
-            middle = np.nanmedian(group, axis=0)
-            self.peers[members] = middle
-            spread = 1.4826 * np.nanmedian(np.abs(group - middle), axis=0)
-            self.spread[members] = spread if len(group) >= PEERS else np.inf
+            self.peers[members] = np.nanmedian(group, axis=0)
+            self.spread[members] = _spread(group - self.peers[members[0]])
+            if len(group) < PEERS:
+                self.spread[members] = np.inf
             self.peer_bound[members] = of_same if same else of_all
 
-    def changed(self) -> Iterator[tuple[int, _Hit]]:
-        """Yield the row and the hit of operands that are unusual by rule 1."""
+    def hits(self) -> Iterator[_Hit]:
+        """Yield the operands that are unusual, by either rule."""
+        for is_change, (distance, score, unusual) in enumerate((self._differs(), self._changed())):
+            for row in np.flatnonzero(unusual.any(axis=1)).tolist():
+                worst = int(np.argmax(np.where(unusual[row], distance[row], -np.inf)))
+                last = np.flatnonzero(np.isfinite(self.values[row]))[-1]
+                yield _Hit(
+                    row=row,
+                    score=float(score[row, worst]),
+                    first=int(np.argmax(unusual[row])),
+                    worst=worst,
+                    changed=bool(is_change),
+                    lasting=bool(unusual[row].sum() > 1 or unusual[row, last]),
+                )
+
+    def _changed(self) -> tuple[Figures, Figures, NDArray[np.bool_]]:
+        """Rule 1: the distances, their scores, and which are unusual, [operands, samples]."""
         change = self.sign * (self.values - self.past)
         distance = change - np.nanmedian(change, axis=0)
-        spread = 1.4826 * np.nanmedian(np.abs(distance), axis=0)
         usual_variation = np.nan_to_num(1.4826 * _past(np.abs(distance), self.since))
-        is_unusual = distance > np.maximum(
-            self.bound, SPREADS * np.maximum(spread, usual_variation)
-        )
-        for row in np.flatnonzero(is_unusual.any(axis=1)).tolist():
-            worst = int(np.nanargmax(np.where(is_unusual[row], distance[row], np.nan)))
-            last = int(np.flatnonzero(np.isfinite(self.values[row]))[-1])
-            yield (
-                row,
-                _Hit(
-                    score=float(distance[row, worst] / self.bound),
-                    first=int(np.argmax(is_unusual[row])),
-                    worst=worst,
-                    changed=True,
-                    lasting=bool(is_unusual[row].sum() > 1 or is_unusual[row, last]),
-                ),
-            )
+        spread = np.maximum(_spread(distance), usual_variation)
+        is_unusual = distance > np.maximum(self.bound, SPREADS * spread)
+        return distance, distance / self.bound, is_unusual
 
-    def different(self) -> Iterator[tuple[int, _Hit]]:
-        """Yield the row and the hit of operands that are unusual by rule 2."""
+    def _differs(self) -> tuple[Figures, Figures, NDArray[np.bool_]]:
+        """Rule 2, see `_changed`."""
         distance = self.sign * (self.values - self.peers)
         usual, spread = np.nanmedian(distance, axis=1), np.nanmedian(self.spread, axis=1)
         is_unusual = usual > np.fmax(self.peer_bound, SPREADS * spread)
-        for row in np.flatnonzero(is_unusual).tolist():
-            yield (
-                row,
-                _Hit(
-                    score=float(usual[row] / self.peer_bound[row]),
-                    first=int(np.argmax(np.isfinite(self.values[row]))),
-                    worst=int(np.nanargmax(distance[row])),
-                    changed=False,
-                    lasting=True,
-                ),
-            )
+        score = np.broadcast_to((usual / self.peer_bound)[:, None], distance.shape)
+        return distance, score, is_unusual[:, None] & np.isfinite(self.values)
+
+
+def _spread(distances: Figures) -> Figures:
+    """The median absolute deviation of each sample, as a standard deviation, [samples]."""
+    spread: Figures = 1.4826 * np.nanmedian(np.abs(distances), axis=0)
+    return spread
 
 
 def _past(values: Figures, since: Sequence[int]) -> Figures:
@@ -191,7 +190,7 @@ def _past(values: Figures, since: Sequence[int]) -> Figures:
     return past
 
 
-def _outlier(operand: Operand, row: int, hits: dict[str, _Hit], grids: dict[str, _Grid]) -> Outlier:
+def _outlier(operand: Operand, hits: dict[str, _Hit], grids: dict[str, _Grid]) -> Outlier:
     """The outlier for a row of the grids; its figure with the largest distance comes first."""
     figures = sorted(hits, key=lambda figure: -hits[figure].score)
     top = hits[figures[0]]
@@ -199,7 +198,7 @@ def _outlier(operand: Operand, row: int, hits: dict[str, _Hit], grids: dict[str,
     for figure in figures:
         figure_grid = grids[figure]
         arrays = (figure_grid.values, figure_grid.peers, figure_grid.past)
-        value, middle, before = (float(array[row, top.worst]) for array in arrays)
+        value, middle, before = (float(array[top.row, top.worst]) for array in arrays)
         distance = figure_grid.sign * (value - middle)
         if figure != figures[0] and not distance > figure_grid.bound / 2:
             continue  # unusual at another step

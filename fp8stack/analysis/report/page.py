@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,59 +15,40 @@ from fp8stack.analysis.report import curves, summary
 from fp8stack.analysis.report.analysis import Analysis, verdict
 from fp8stack.analysis.report.drawing import Picture
 from fp8stack.analysis.report.events import folded
-from fp8stack.analysis.report.expert_shares import expert_map
-from fp8stack.analysis.report.formatting import titles
-from fp8stack.analysis.report.heatmaps import MAPS, gradient_map, heat_map
+from fp8stack.analysis.report.heatmaps import MAPS, expert_map, gradient_map, heat_map
+from fp8stack.analysis.report.read import RunRecord
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import storage_errors, sweep, write_atomically
+from fp8stack.common.terminal import printable
 from fp8stack.common.version import __version__
 
 MARK = '<meta name="generator" content="fp8stack report'
 """The beginning of a page that fp8stack wrote, which may be overwritten."""
-_UNSEEN = re.compile(
-    "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
-)
-_OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
+_PLOT = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
 
 
 def destination(out: str | None, runs: Sequence[Path]) -> Path:
     """The path of the page: `out`, by default `report.html` in the run's folder or in the folder
     that all runs share. Raises a UserError if another file has that path, or if the runs share no
     folder."""
-    if out is None:
-        parents = {run.resolve().parent for run in runs}
-        if len(runs) > 1 and len(parents) > 1:
-            raise UserError("The runs lie in different folders. Say by --out where to write.")
-        page = (runs[0] if len(runs) == 1 else runs[0].resolve().parent) / "report.html"
-    else:
+    if out is not None:
         page = Path(out)
+    elif len(runs) == 1:
+        page = runs[0] / "report.html"
+    else:
+        parents = {run.resolve().parent for run in runs}
+        if len(parents) > 1:
+            raise UserError("The runs lie in different folders. Say by --out where to write.")
+        page = parents.pop() / "report.html"
     quoted_page = quoted(str(page))
     if page.is_dir() or not page.name:
         raise UserError(f"--out {quoted_page} is a folder. Name a file in it, such as report.html.")
-    for folder in page.parents:
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise UserError(
-                f"--out {quoted_page}: {quoted(str(folder))} is no folder. Give another."
-            )
     if os.path.lexists(page) and not _is_ours(page):
         raise UserError(
             f"--out {quoted_page} exists and is no report of fp8stack. Give another --out."
         )
-    plots = _plots_of(page)
-    if plots.is_symlink():
+    if (plots := _plots_of(page)).is_symlink():
         raise UserError(f"{quoted(str(plots))} is a symbolic link. Give another --out.")
-    try:
-        entries = plots.iterdir() if os.path.lexists(plots) else iter(())
-        foreign = not all(
-            entry.name.startswith(".") or _OURS.fullmatch(entry.name) for entry in entries
-        )
-    except OSError:
-        foreign = True
-    if foreign:
-        raise UserError(
-            f"{quoted(str(plots))} is where the plots belong and holds other things. "
-            "Give another --out."
-        )
     return page
 
 
@@ -89,26 +71,25 @@ def write(runs: Sequence[Analysis], page: Path) -> None:
 
     Plots of an earlier page are deleted last, so that no page lacks one if this process is
     killed."""
-    plots = _plots_of(page)
-    html, pictures = render(runs, plots.name)
+    folder = _plots_of(page)
+    html, pictures = render(runs, folder.name)
+    plots = {folder / f"{picture.name}.png": picture for picture in pictures}
+    with storage_errors(folder / "plots"):
+        folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder, _PLOT.fullmatch)
+    for path, picture in plots.items():
+        write_atomically(path, picture.png())
+    write_atomically(page, html.encode())
     with storage_errors(page):
-        plots.mkdir(parents=True, exist_ok=True)
-    sweep(plots, _OURS.fullmatch)
-    for picture in pictures:
-        write_atomically(plots / f"{picture.name}.png", picture.png())
-    # Replace characters of run names that UTF-8 cannot encode.
-    write_atomically(page, html.encode("utf-8", "replace"))
-    names = {f"{picture.name}.png" for picture in pictures}
-    with storage_errors(page):
-        for plot in plots.iterdir():
-            if _OURS.fullmatch(plot.name) and plot.name not in names:
-                plot.unlink()
+        for path in folder.iterdir():
+            if _PLOT.fullmatch(path.name) and path not in plots:
+                path.unlink()
 
 
 def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
     """The page as HTML, and its plots. `plots` is the name of their folder, for the page's text."""
     inner = [analysis.run for analysis in runs]
-    names = titles(inner)
+    names = _titles(inner)
     compared = []
     if len(runs) > 1:
         loss = curves.loss(inner, names, "runs-loss")
@@ -120,11 +101,11 @@ def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: visible(value) if type(value) is str else value,
+        finalize=lambda value: printable(value, "\n\t") if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"svg": lambda picture: Markup(visible(picture.svg()))}
+    environment.globals |= {"svg": lambda picture: Markup(printable(picture.svg(), "\n\t"))}
     source = files("fp8stack.analysis.report")
     template = environment.from_string(source.joinpath("page.html.jinja").read_text("utf-8"))
     html = template.render(
@@ -137,9 +118,10 @@ def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
     return html, [*compared, *(picture for section in sections for picture in section["pictures"])]
 
 
-def visible(text: str) -> str:
-    """`text` with invisible characters, such as direction marks, escaped."""
-    return _UNSEEN.sub(lambda match: repr(match[0])[1:-1], text)
+def _titles(runs: Sequence[RunRecord]) -> list[str]:
+    """The title of each run: its folder's name, or its path if names collide."""
+    names = Counter(run.name for run in runs)
+    return [run.name if names[run.name] == 1 else str(run.path) for run in runs]
 
 
 def _drawn(*pictures: Picture | None) -> list[Picture]:
@@ -153,17 +135,18 @@ def _section(analysis: Analysis, name: str, prefix: str) -> dict[str, Any]:
         curves.loss([run], [name], f"{prefix}-loss"),
         curves.rates(run, f"{prefix}-rates"),
         curves.throughput([run], [name], f"{prefix}-throughput"),
-        gradient_map(run, prefix),
+        gradient_map(run, f"{prefix}-gradient"),
         expert_map(run, f"{prefix}-experts"),
     )
-    maps = [heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
+    maps = [
+        heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.telemetry.operands
+    ]
     fp8 = _drawn(*maps, curves.amaxes(analysis, f"{prefix}-amax"))
     return {
         "id": prefix,
         "name": name,
         "path": str(run.path),
-        "state": analysis.state,
-        "headline": summary.headline(analysis),
+        "headline": summary.headline(run),
         "verdict": verdict(analysis),
         "level": analysis.findings[0].level if analysis.findings else "note",
         "findings": analysis.findings,
@@ -177,7 +160,7 @@ def _section(analysis: Analysis, name: str, prefix: str) -> dict[str, Any]:
         "reasons": summary.reasons(run),
         "not_fp8": summary.not_fp8(run),
         "has_plan": bool(run.plan),
-        "events": folded(run.events),
+        "events": folded(run.metrics.events),
         "sessions": run.sessions,
         "config": run.config_text,
     }

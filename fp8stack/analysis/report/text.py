@@ -1,134 +1,118 @@
-"""The report as text for a terminal."""
+"""The report on a run as text for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 from fp8stack.analysis.report import summary
 from fp8stack.analysis.report.analysis import Analysis, verdict
 from fp8stack.analysis.report.events import folded
-from fp8stack.analysis.report.read import (
+from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.telemetry import (
     Figures,
-    RunRecord,
-    column,
     joined,
     kinds_of,
     layers_by_steps,
     of_linears,
 )
-from fp8stack.common.terminal import printable
 
 BARS = "▁▂▃▄▅▆▇█"
-SHADES = "·░▒▓█"  # from high SQNR to low
+SHADES, BOUNDS_DB = "█▓▒░·", (13, 18, 22, 27)  # of SQNR, the lowest first
+LEGEND = "SQNR in dB: █ below 13, ▓ 13 to 18, ▒ 18 to 22, ░ 22 to 27, · 27 and above"
 MOST_LAYERS = 24
 COLORS = {"alarm": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def show(runs: Sequence[Analysis], names: Sequence[str], console: Console) -> None:
-    """Print each run; before several runs, a table that compares them."""
-    if len(runs) > 1:
-        table = _table(["run", *summary.headline(runs[0])])
-        for analysis, name in zip(runs, names, strict=True):
-            table.add_row(*map(_text, [name, *summary.headline(analysis).values()]))
-        console.print(table)
-    for analysis, name in zip(runs, names, strict=True):
-        console.print()
-        console.print(_text(name, style="bold underline"))
-        _run(analysis, console)
+def show(analysis: Analysis, console: Console) -> None:
+    """Print a run's figures and findings. The console prints text literally, see `Screen`."""
+    for renderable in _parts(analysis, console.width):
+        console.print(renderable)
 
 
-def _run(analysis: Analysis, console: Console) -> None:
+def _parts(analysis: Analysis, width: int) -> Iterator[RenderableType]:
     run = analysis.run
+    yield Text(run.name, style="bold underline")
     facts = Table.grid(padding=(0, 2))
-    for label, text in summary.headline(analysis).items():
-        facts.add_row(_text(label, style="dim"), _text(text))
-    console.print(facts)
-    console.print()
-    console.print(_text(verdict(analysis), style="bold"))
+    facts.add_column(style="dim")
+    for fact in summary.headline(run).items():
+        facts.add_row(*fact)
+    yield facts
+    yield Text(f"\n{verdict(analysis)}", style="bold")
     for finding in analysis.findings:
-        line = _text(f"  {finding.level}: ", style=COLORS[finding.level])
-        console.print(line + _text(finding.text, style="default"))
-    if analysis.extremes:
-        table = _table(["worst once settled", "figure", "operand", "step"])
-        for label, operand, step, figure in analysis.extremes:
-            table.add_row(label, figure, _text(operand), str(step))
-        console.print(table)
-    width = max(10, min(60, console.width - 40))
+        yield Text.assemble((f"  {finding.level}: ", COLORS[finding.level]), finding.text)
+    yield from _table(["worst once settled", "figure", "operand", "step"], analysis.extremes)
     for label, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
-        _, values = column(run, key)
+        _, values = run.metrics.column(key)
         if values:
-            ends = f"{values[0]:.3g} → {values[-1]:.3g}"
-            console.print(_text(f"{label:14} {sparkline(values, width)} {ends}"))
+            bars = sparkline(values, max(10, min(60, width - 40)))
+            yield f"{label:14} {bars} {values[0]:.3g} → {values[-1]:.3g}"
     if missing := summary.without_telemetry(run):
-        console.print(_text(missing, style="dim"))
+        yield Text(missing, style="dim")
     else:
-        console.print(_map(run, console.width))
+        yield from _sqnr_map(run, width)
     if (what_if := summary.what_if(analysis)) is not None:
-        table = _table(["median SQNR, dB", *what_if.kinds])
-        for name, cells, is_run_recipe in what_if.rows:
-            table.add_row(
-                _text(f"{name} (this run)" if is_run_recipe else name), *map(_cell, cells)
-            )
-        console.print(table)
-        console.print(_text(what_if.sentence))
+        rows = [
+            (f"{name} (this run)" if is_own else name, *map(_cell, cells))
+            for name, cells, is_own in what_if.rows
+        ]
+        yield from _table(["median SQNR, dB", *what_if.kinds], rows)
+        yield what_if.sentence
     if run.forecast is not None:
-        console.print(_text(f"loss gap to expect: {'; '.join(run.forecast.about)}"))
-        table = _table(run.forecast.header[:-1])
-        for row in run.forecast.rows():
-            table.add_row(*map(_text, row[:-1]))
-        console.print(table)
-        for note in run.forecast.notes():
-            console.print(_text(note))
-    for session in run.sessions[1:] and run.sessions:
-        to = "" if session.last is None else f" to {session.last}"
-        console.print(
-            _text(f"session: {session.began} UTC, after step {session.first}{to}: {session.ended}")
-        )
-    for reason in summary.reasons(run):
-        console.print(_text(f"plan: {reason}"))
-    for layer, reason in summary.not_fp8(run)[:MOST_LAYERS]:
-        console.print(_text(f"not in FP8: {layer}: {reason}"))
-    if run.events:
-        heads = ["steps", "event", "where", "why", "more"]
-        table = _table(heads)
-        for event in folded(run.events):
-            table.add_row(*(_text(event[key]) for key in heads))
-        console.print(table)
+        yield f"loss gap to expect: {'; '.join(run.forecast.about)}"
+        yield from _table(run.forecast.header[:-1], [row[:-1] for row in run.forecast.rows()])
+        yield from run.forecast.notes()
+    if len(run.sessions) > 1:
+        sessions = [(it.began, it.first, it.last, it.ended) for it in run.sessions]
+        yield from _table(["session began (UTC)", "after step", "to step", "ended"], sessions)
+    yield from (f"plan: {reason}" for reason in summary.reasons(run))
+    yield from _table(["not in FP8", "because"], summary.not_fp8(run)[:MOST_LAYERS])
+    events = [tuple(event.values()) for event in folded(run.metrics.events)]
+    yield from _table(["steps", "event", "where", "why", "more"], events)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[Table]:
+    """A table without the columns whose cells are all empty; none without rows."""
+    texts = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    filled = [any(column) for column in zip(*texts, strict=True)]
+    if any(filled):
+        columns = (Column(heading, overflow="fold") for heading in compress(header, filled))
+        table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for row in texts:
+            table.add_row(*compress(row, filled))
+        yield table
 
 
 def _cell(cell: tuple[float | None, float | None]) -> str:
     value, gain = cell
-    return "-" if value is None else f"{value:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
+    return "" if value is None else f"{value:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
 
 
-def _map(run: RunRecord, width: int) -> Table:
+def _sqnr_map(run: RunRecord, width: int) -> Iterator[RenderableType]:
     """SQNR by layer and sample, darker where worse. With many layers, only the worst are shown."""
-    operands = of_linears(run.operands)
+    operands = of_linears(run.telemetry.operands)
     kinds = kinds_of(operands)
     room = max(4, min(24, (width - 34) // len(kinds) - 3))
-    table = _table(["SQNR, darker is worse", *kinds])
-    grids = {}
     names: list[str] = []
+    grids = []
     for kind in kinds:
         names, steps, values = layers_by_steps(operands, kind, "sqnr_db")
-        grids[kind] = joined(steps, values, False, room)[1]
-    lowest = np.fmin.reduce([np.fmin.reduce(grid, axis=1) for grid in grids.values()])
+        grids.append(joined(steps, values, False, room)[1])
+    lowest = np.fmin.reduce([np.fmin.reduce(grid, axis=1) for grid in grids])
     worst = np.sort(np.argsort(np.nan_to_num(lowest, nan=np.inf), kind="stable")[:MOST_LAYERS])
-    for row in worst:
-        table.add_row(_text(names[row]), *(shades(grids[kind][row]) for kind in kinds))
-    if len(names) > MOST_LAYERS:
-        table.caption = f"the worst {MOST_LAYERS} of {len(names)} layers"
-    return table
+    rows = [(names[row], *(shades(grid[row]) for grid in grids)) for row in worst]
+    yield from _table(["SQNR", *kinds], rows)
+    of_all = f"; the worst {MOST_LAYERS} of {len(names)} layers" if len(names) > MOST_LAYERS else ""
+    yield Text(f"{LEGEND}{of_all}", style="dim")
 
 
-def shades(values: Figures) -> str:
-    """SQNR as characters, from above 27 dB to below 13 dB; blank if unknown."""
+def shades(sqnr_db: Figures) -> str:
+    """SQNR as characters, see `LEGEND`; blank if unknown."""
     return "".join(
-        " " if np.isnan(value) else SHADES[int(np.clip((32 - value) // 4.8, 0, 4))]
-        for value in values
+        " " if np.isnan(value) else SHADES[np.digitize(value, BOUNDS_DB)] for value in sqnr_db
     )
 
 
@@ -139,14 +123,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = means.min(), means.max()
     levels = (means - low) / (high - low or 1.0) * (len(BARS) - 1)
     return "".join(BARS[int(level)] for level in levels.round())
-
-
-def _text(text: str, style: str = "") -> Text:
-    return Text(printable(text), style=style)
-
-
-def _table(headings: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
-    for heading in headings:
-        table.add_column(_text(heading), overflow="fold")
-    return table

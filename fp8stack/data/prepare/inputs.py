@@ -1,12 +1,13 @@
 """Settings of a preparation, and its sources: files, saved datasets, and datasets of the Hub."""
 
-import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import shell_quoted
@@ -24,44 +25,37 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(BaseModel, frozen=True):
     """The settings of a preparation. Patterns of `include` and `exclude` match names, or paths
     within an input folder."""
 
     inputs: tuple[str, ...]  # files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order
-    tokenizer: str  # "bytes", "gpt2", a `tokenizer.json` or `hf:NAME`; ignored with `train_bpe`
-    train_bpe: int | None  # vocabulary size of a tokenizer to train on the inputs
-    text_key: str  # the field or column that holds the text
-    held_out: float  # the share of documents that is held out
-    shard_tokens: int  # a shard ends with the document that reaches this many
     out: Path
+    tokenizer: str = "bytes"  # or "gpt2", a `tokenizer.json` or `hf:NAME`; not with `train_bpe`
+    train_bpe: Annotated[int, Field(ge=LEAST_BPE, le=MOST_BPE)] | None = None
+    """The vocabulary size of a tokenizer to train on the inputs."""
+    text_key: str = "text"  # the field or column that holds the text
+    held_out: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
+    """The share of documents that is held out."""
+    shard_tokens: PositiveInt = 100_000_000  # a shard ends with the document that reaches this many
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     end_of_text: str | None = None  # the token after each document; None is the tokenizer's
 
-    def check(self) -> None:
-        """Raise a UserError unless the numbers are valid."""
-        if not 0 <= self.held_out < 1:
-            raise UserError(f"Cannot hold out {self.held_out} of the documents. Use 0 to 0.99.")
-        if self.shard_tokens < 1:
-            raise UserError(f"Shards of {self.shard_tokens} tokens hold nothing. Use 1 or more.")
-        if self.train_bpe is not None and not LEAST_BPE <= self.train_bpe <= MOST_BPE:
-            raise UserError(
-                f"Cannot train a tokenizer of {self.train_bpe} tokens. Use {LEAST_BPE} (every byte "
-                f"and the end of a document) to {MOST_BPE:,}."
-            )
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if self.train_bpe is not None and self.end_of_text not in (None, END_OF_TEXT):
-            raise UserError(
-                f"--train-bpe makes {END_OF_TEXT} the end of a document. Leave out --end-of-text "
-                f"{quoted(self.end_of_text)}."
+            raise ValueError(
+                f"--train-bpe makes {END_OF_TEXT} the end of a document. Leave out --end-of-text"
             )
+        return self
 
     def of_output(self) -> dict[str, Any]:
         """The settings that determine the output, as JSON data; null where they were not given."""
-        output = {key: value for key, value in vars(self).items() if key != "out"}
-        output |= {key: list(output[key]) or None for key in ("inputs", "include", "exclude")}
-        output["tokenizer"] = self.tokenizer if self.train_bpe is None else None
+        output = self.model_dump(mode="json", exclude={"out"})
+        output |= {key: output[key] or None for key in ("include", "exclude")}
+        if self.train_bpe is not None:
+            output["tokenizer"] = None
         if self.end_of_text is None:
             del output["end_of_text"]
         return output
@@ -82,7 +76,7 @@ def find_sources(settings: Settings) -> list[Source]:
     """All sources, in order: for a folder, the files below it that the settings select, sorted by
     path, without hidden and empty files and those in the output folder. Raises a UserError if an
     input is missing, empty, binary or no file, or cannot be read."""
-    sources = list[Source]()
+    sources: list[Source] = []
     for number, name in enumerate(settings.inputs):
         if name.startswith("hf:"):
             sources.append(_dataset(name, number))
@@ -92,68 +86,54 @@ def find_sources(settings: Settings) -> list[Source]:
             raise UserError(
                 f"No input {quoted(name)!r}. Give files, folders, or hf:NAME for a dataset."
             )
-        if stat.S_ISDIR(status.st_mode) and not is_saved(Path(name)):
-            paths = _paths_in(Path(name), settings)
-            in_folder = [source for path in paths if (source := _source(path, number)).size]
-            if not in_folder:
-                raise UserError(
-                    f"The folder {quoted(name)} holds no data. Put text, JSON or parquet files "
-                    "into it."
-                )
-            sources += in_folder
-        else:
-            sources.append(_source(Path(name), number))
-            if not sources[-1].size:
-                raise UserError(f"{quoted(name)} is empty. Give a file with text in it.")
+        paths = [Path(name)]
+        if stat.S_ISDIR(status.st_mode):
+            if is_saved(paths[0]):
+                sources.append(_dataset(name, number))
+                continue
+            paths = _paths_in(paths[0], settings)
+        with_text = [source for path in paths if (source := _source(path, number)).size]
+        if not with_text:
+            raise UserError(
+                f"{quoted(name)} has no data: no file that --include and --exclude select, or only "
+                "empty ones. Give files with text in them."
+            )
+        sources += with_text
     return sources
 
 
-def _paths_in(folder: Path, settings: Settings) -> Iterator[Path]:
-    """The files and saved datasets in a folder that the settings select, sorted by path."""
-    out, saved = settings.out.resolve(), list[Path]()
+def _paths_in(folder: Path, settings: Settings) -> list[Path]:
+    """The files in a folder that the settings select, sorted by path."""
+    out = settings.out.resolve()
 
-    def skips(inside: Path) -> bool:
-        if is_saved(inside):
-            saved.append(inside)
-        return inside in saved or inside.resolve() == out
-
-    files = [*walk(folder, skips), *saved]
-    paths = sorted((path.relative_to(folder).as_posix(), path) for path in files)
-    selected = [path for inside, path in paths if _is_selected(inside, settings)]
-    if paths and not selected:
-        raise UserError(
-            f"--include and --exclude leave nothing of the folder {quoted(str(folder))}: the first "
-            f"of its {len(paths)} files is {quoted(paths[0][0])}. Give other patterns."
-        )
-    return iter(selected)
-
-
-def _is_selected(inside: str, settings: Settings) -> bool:
-    """Whether the settings select a file, by its path within an input folder."""
-
-    def matches(patterns: tuple[str, ...]) -> bool:
+    def matches(inside: str, patterns: Sequence[str]) -> bool:
         name = inside.rpartition("/")[2]
         return any(fnmatchcase(inside, p) or fnmatchcase(name, p) for p in patterns)
 
-    return (not settings.include or matches(settings.include)) and not matches(settings.exclude)
+    def selected() -> Iterator[tuple[str, Path]]:
+        for path in walk(folder, lambda inside: inside.resolve() == out):
+            inside = path.relative_to(folder).as_posix()
+            is_included = not settings.include or matches(inside, settings.include)
+            if is_included and not matches(inside, settings.exclude):
+                yield inside, path
+
+    return [path for _, path in sorted(selected())]
 
 
 def _source(path: Path, input_index: int) -> Source:
-    """The source of a file, or of a folder of `save_to_disk`. Raises a UserError if it is no
-    regular file or looks binary, or cannot be read."""
+    """The source of a file. Raises a UserError if it is no regular file or looks binary, or cannot
+    be read."""
     status = status_of(str(path))
-    if status is None or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+    if status is None or not stat.S_ISREG(status.st_mode):
         raise UserError(f"{quoted(str(path))} is not a regular file. Give a file or a folder.")
-    if stat.S_ISDIR(status.st_mode):
-        return _dataset(str(path), input_index)
     kind = KINDS.get(unpacked_suffix(path), "text")
     if kind == "text" and status.st_size:
         with opened(path) as (stream, _):
-            at = stream.read(SNIFFED_BYTES).find(b"\0")
-        if at >= 0:
+            is_binary = b"\0" in stream.read(SNIFFED_BYTES)
+        if is_binary:
             pattern = f"*{path.suffix}" if path.suffix else path.name
             raise UserError(
-                f"{quoted(str(path))} looks binary: byte {at} is NUL. Leave it out, in a folder by "
+                f"{quoted(str(path))} looks binary: it has a NUL. Leave it out, in a folder by "
                 f"--exclude {shell_quoted(pattern)}; text in UTF-16 needs a byte order mark."
             )
     return Source(
@@ -167,15 +147,14 @@ def _source(path: Path, input_index: int) -> Source:
 
 def _dataset(name: str, input_index: int) -> Source:
     """The source of a dataset: of the Hub, or a folder of `save_to_disk`."""
-    folder, states = Path(name), list[os.stat_result]()
-    if name.startswith("hf:"):
-        folder = Path(name.removeprefix("hf:").partition("@")[0])
+    folder = Path(name.removeprefix("hf:").partition("@")[0])
+    files = []
     if is_saved(folder):
-        states = [file.stat() for file in sorted(folder.rglob("*")) if file.is_file()]
+        files = [path for path in folder.rglob("*") if path.is_file()]
     return Source(
         path=name,
         kind="hf",
-        size=sum(state.st_size for state in states),
+        size=sum(path.stat().st_size for path in files),
         input_index=input_index,
-        changed=max((state.st_mtime_ns for state in states), default=0),
+        changed=max((path.stat().st_mtime_ns for path in files), default=0),
     )

@@ -5,9 +5,8 @@ import hashlib
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from datetime import timedelta
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.hub import fetch_tokenizer
@@ -36,12 +35,12 @@ def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
         UserError: datasets is missing; inputs, the tokenizer or the folder cannot be used.
         StorageError: the disk is full or cannot be written.
     """
-    settings.check()
     sources = find_sources(settings)
     tokenizer = None if settings.train_bpe is not None else _load(settings)
     folder = OutputFolder(settings.out)
     with folder.claimed():
-        is_own, is_finished = folder.is_own, folder.manifest_path.exists()
+        folder.require_own()
+        is_finished = folder.manifest_path.exists()
         if overwrite and (is_finished or folder.progress().get("settings") != settings.of_output()):
             folder.clear()
         manifest, speed = folder.manifest(), ""
@@ -50,9 +49,8 @@ def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
             folder.remove_scratch()
             say(f"{settings.out} is finished already.")
         else:
-            if not is_own:
-                folder.require_empty()
-            folder.require_settings(folder.progress().get("settings"), settings)
+            if progress := folder.progress():
+                folder.require_settings(progress["settings"], settings)
             manifest, speed = _prepare(folder, settings, sources, tokenizer)
         say(*summary(settings, manifest, speed))
         return manifest
@@ -86,14 +84,14 @@ def _prepare(
         writer = Writer(folder.path, tokenizer, settings.shard_tokens, settings.held_out)
         tokens = _write_all(folder, settings, sources, tokenizer, writer)
         writer.finish()
-        if not writer.splits["train"].text_bytes:
+        if not writer.states["train"].bytes:
             raise UserError("There is no text in the inputs. Give files with text in them.")
     except UserError:
         if not folder.progress():
             folder.clear()  # another command may use it
         raise
     save_tokenizer(tokenizer, folder.path)
-    manifest = manifest_of(settings, sources, tokenizer, writer.counts, writer.splits)
+    manifest = manifest_of(settings, sources, tokenizer, writer)
     folder.finish(manifest)
     speed = tokens / max(time.monotonic() - started, 1e-9)
     return manifest, f", {speed / 1e3:,.0f}k tokens/s" if tokens else ""
@@ -109,15 +107,6 @@ def _train(settings: Settings, sources: Sequence[Source]) -> Tokenizer:
         say(f"note: the text gives {fewer} tokens and no more; give more text for {size}")
     say(f"trained {tokenizer.name} on {text_bytes / 1e6:,.1f} MB of text")
     return tokenizer
-
-
-class _TextBlock(NamedTuple):
-    """Documents and pieces, and the place after them."""
-
-    texts: Sequence[Text]
-    source: int  # index of the source
-    skip: int  # number of its texts up to this place
-    on_disk: int  # bytes of all files (packed) read so far
 
 
 def _write_all(
@@ -145,42 +134,20 @@ def _write_all(
         folder.remove_scratch()
         folder.begin()
         writer.go_to(beginning)
-    tokens, shards = 0, writer.shards
-    lines = _ProgressLines(sources, sum(earlier.size for earlier in sources[:source]))
+    tokens, size = 0, sum(source.size for source in sources)
+    started_s = printed_s = time.monotonic()
     with closing(_blocks(sources, settings.text_key, source, skip)) as blocks:
-        for block in blocks:
-            tokens += writer.add(block.texts)
+        for texts, source, skip, on_disk in blocks:
+            shards = writer.shards
+            tokens += writer.add(texts)
             if writer.shards > shards:
-                shards = writer.shards
-                place: dict[str, Any] = {"source": block.source, "skip": block.skip}
-                place["listing"] = _listing(sources[: block.source + 1])
-                folder.record(begin | place | {"written": writer.place()})
-            lines.show(block.on_disk, tokens)
+                place = {"source": source, "skip": skip, "written": writer.place()}
+                folder.record(begin | place | {"listing": _listing(sources[: source + 1])})
+            if (now_s := time.monotonic()) - printed_s >= LINE_EVERY_S:
+                printed_s, speed = now_s, tokens / max(now_s - started_s, 1e-9)
+                line = f"prepared | {tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s"
+                say(line + f" | {on_disk / 1e6:,.1f} of {size / 1e6:,.1f} MB" * (size > 0))
     return tokens
-
-
-class _ProgressLines:
-    """Prints a line now and then, of sources that were processed before up to byte `begin`."""
-
-    def __init__(self, sources: Sequence[Source], begin: int) -> None:
-        sizes = [source.size for source in sources]
-        self._total = sum(sizes) if all(sizes) else 0  # 0: unknown
-        self._begin = begin
-        self._started_s = self._shown_s = time.monotonic()
-
-    def show(self, on_disk: int, tokens: int) -> None:
-        """Tell that `on_disk` bytes of all files were read, and how many new tokens there are."""
-        now_s = time.monotonic()
-        if now_s - self._shown_s < LINE_EVERY_S:
-            return
-        self._shown_s, elapsed_s, total = now_s, now_s - self._started_s, self._total
-        speed = tokens / max(elapsed_s, 1e-9)
-        line = f"prepared | {tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s"
-        if total and on_disk > self._begin:
-            left_s = elapsed_s * (total - on_disk) / (on_disk - self._begin)
-            line += f" | {100 * on_disk / total:.1f} % of {total / 1e6:,.1f} MB"
-            line += f" | ETA {timedelta(seconds=round(left_s))}"
-        say(line)
 
 
 def _listing(sources: Sequence[Source]) -> str:
@@ -190,20 +157,21 @@ def _listing(sources: Sequence[Source]) -> str:
 
 def _blocks(
     sources: Sequence[Source], text_key: str, begin: int, skip: int
-) -> Generator[_TextBlock, None, None]:
-    """Yield all documents after the first `skip` of source `begin`, in blocks."""
-    texts, size = list[Text](), 0
+) -> Generator[tuple[list[Text], int, int, int], None, None]:
+    """Yield the documents and pieces after the first `skip` of source `begin`, in blocks, and the
+    place after each: the index of the source, the number of its texts, and the bytes of all files
+    (packed) up to there."""
+    texts, size, number, count = list[Text](), 0, begin, skip
     done = sum(source.size for source in sources[:begin])
-    block = _TextBlock([], begin, skip, done)
     for number, source in enumerate(sources[begin:], begin):
+        count = skip
         with closing(read(source, text_key)) as source_texts:
             for count, text in enumerate(islice(source_texts, skip, None), skip + 1):
                 texts.append(text)
                 size += len(text.text) + DOCUMENT_CHARACTERS
-                block = _TextBlock(texts, number, count, done + text.on_disk)
                 if size >= BLOCK_CHARACTERS:
-                    yield block
+                    yield texts, number, count, done + text.on_disk
                     texts, size = [], 0
         done, skip = done + source.size, 0
     if texts:
-        yield block
+        yield texts, number, count, done

@@ -1,4 +1,4 @@
-"""Documents of sources, a generator for each format. The only file that imports datasets: it reads
+"""Documents of sources, a reader for each format. The only file that imports datasets: it reads
 arrow files, saved datasets and datasets of the Hub, but would change documents of other formats,
 since it types columns of JSON and shifts fields of CSV."""
 
@@ -7,24 +7,21 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fp8stack.common.errors import UserError, quoted, unknown
 from fp8stack.data.files import is_saved
-from fp8stack.data.parquet import is_text, open_parquet, read_column, values_of
+from fp8stack.data.parquet import open_parquet, read_column, values_of
 from fp8stack.data.prepare.inputs import Source
-from fp8stack.data.prepare.unpacked import opened, unpacked_suffix
+from fp8stack.data.prepare.unpacked import REMEDY, opened, unpacked_suffix
 
-LONGEST_LINE = 2**29
+LONGEST_FIELD = 2**29  # characters of a field of CSV
 PIECE_CHARACTERS = 2**20
 ROWS_AT_ONCE = 64
-REPLACEMENT = "\ufffd"
-REMEDY = "Download or correct it, and give the same command again."
 # Up to a space after a character other than white space, or to a newline after a letter: patterns
 # that split words as GPT-2's or GPT-4's does never join these.
 _BEFORE_CUT = re.compile(r".*(?:\S(?= )|[^\W\d_](?=\n))", re.DOTALL)
@@ -35,7 +32,6 @@ class Text(NamedTuple):
 
     text: str
     on_disk: int = 0  # bytes of the file (packed) read so far, if known
-    replaced: int = 0  # number of U+FFFD that replaced invalid Unicode
     is_unfinished: bool = False  # whether the next piece continues the document
 
 
@@ -43,115 +39,108 @@ Texts = Generator[Text, None, None]
 
 
 def read(source: Source, text_key: str) -> Texts:
-    """Yield the documents of a source, whose field or column `text_key` holds the text. Raises a
-    UserError if the source cannot be read."""
-    if source.kind == "text":
-        return _text(source)
-    readers = {"lines": _lines, "json": _json, "csv": _csv, "parquet": _parquet}
-    return readers.get(source.kind, _dataset)(source, text_key)
+    """Yield the documents of a source, whose field or column `text_key` holds the text; what is not
+    Unicode in them becomes U+FFFD. Raises a UserError that names the file, and the line or row, if
+    the source cannot be read."""
+    if source.kind == "parquet":
+        return _parquet(source, text_key)
+    if source.kind in ("arrow", "hf"):
+        return _dataset(source, text_key)
+    return _stream(source, text_key)
 
 
-def _text(source: Source) -> Texts:
+def _stream(source: Source, text_key: str) -> Texts:
+    path = Path(source.path)
+    with opened(path) as (stream, file):
+        if source.kind == "text":
+            texts = _pieces(stream)
+        elif source.kind == "csv":
+            separator = "\t" if unpacked_suffix(path) == ".tsv" else ","
+            texts = _fields(stream, separator, text_key, quoted(source.path))
+        else:
+            is_array = source.kind == "json" and stream.peek(1).lstrip().startswith(b"[")
+            rows = _array(stream, source.path) if is_array else _lines(stream, source.path)
+            texts = (Text(_unicode(_field(row, text_key, where))) for row, where in rows)
+        for text in texts:
+            yield text._replace(on_disk=file.tell())
+
+
+def _pieces(stream: IO[bytes]) -> Iterator[Text]:
     """A text, in pieces of about a million characters: the memory that tokenizers need for a piece
     is more than a hundred times its size."""
-    with opened(Path(source.path)) as (stream, file):
-        reader = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-        piece = reader.read(PIECE_CHARACTERS)
-        while piece:
-            more = reader.read(PIECE_CHARACTERS)
-            match = _BEFORE_CUT.match(piece) if more else None
-            end = match.end() if match else len(piece)
-            text, replaced = _in_unicode(piece[:end])
-            yield Text(text, file.tell(), replaced, bool(more))
-            piece = piece[end:] + more
+    reader = TextIOWrapper(stream, encoding="utf-8", errors="replace", newline="")
+    piece = reader.read(PIECE_CHARACTERS)
+    while piece:
+        following = reader.read(PIECE_CHARACTERS)
+        match = _BEFORE_CUT.match(piece) if following else None
+        end = match.end() if match else len(piece)
+        yield Text(piece[:end], is_unfinished=bool(following))
+        piece = piece[end:] + following
 
 
-def _lines(source: Source, text_key: str) -> Texts:
-    with opened(Path(source.path)) as (stream, file):
-        yield from _lines_of(source, text_key, stream, file)
+def _fields(stream: IO[bytes], separator: str, text_key: str, name: str) -> Iterator[Text]:
+    csv.field_size_limit(LONGEST_FIELD)
+    text = TextIOWrapper(stream, encoding="utf-8", errors="replace", newline="")
+    table = csv.reader(text, delimiter=separator, strict=True)
+    try:
+        header = next(filter(None, table), [])
+        _require_key(text_key, header, name)
+        column = header.index(text_key)
+        for row in filter(None, table):
+            if len(row) != len(header):
+                raise csv.Error(f"a row has {len(row)} fields, the header {len(header)}")
+            yield Text(row[column])
+    except csv.Error as error:
+        raise UserError(
+            f"{name} is not CSV up to line {table.line_num} ({error}). Put quotes around texts "
+            "with separators, or give JSON lines."
+        ) from error
 
 
-def _lines_of(source: Source, text_key: str, stream: IO[bytes], file: IO[bytes]) -> Texts:
-    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE + 1), b""), 1):
-        where = f"{quoted(source.path)} line {number}"
-        if len(line) > LONGEST_LINE:
-            raise UserError(
-                f"{where} has more than {LONGEST_LINE:,} bytes. Give JSON lines: one object for "
-                "each document, on a line of its own."
-            )
+def _lines(stream: IO[bytes], path: str) -> Iterator[tuple[Any, str]]:
+    """The value of each line of JSON, and where it is."""
+    for number, line in enumerate(stream, 1):
         if line.strip():
-            content, replaced = _decoded(line)
-            text, surrogates = _field(_parsed(content, where), text_key, where)
-            yield Text(text, file.tell(), replaced + surrogates)
+            where = f"{quoted(path)} line {number}"
+            yield _parsed(line, where), where
 
 
-def _json(source: Source, text_key: str) -> Texts:
-    """An array of objects, or else JSON lines."""
-    name = quoted(source.path)
-    with opened(Path(source.path)) as (stream, file):
-        if not stream.peek(1).lstrip().startswith(b"["):
-            yield from _lines_of(source, text_key, stream, file)
-            return
-        content, replaced = _decoded(stream.read())
-    for number, row in enumerate(_parsed(content, name), 1):
-        text, surrogates = _field(row, text_key, f"{name} row {number}")
-        yield Text(text, source.size, surrogates + (replaced if number == 1 else 0))
+def _array(stream: IO[bytes], path: str) -> Iterator[tuple[Any, str]]:
+    for number, row in enumerate(_parsed(stream.read(), quoted(path)), 1):
+        yield row, f"{quoted(path)} row {number}"
 
 
-def _field(row: Any, key: str, where: str) -> tuple[str, int]:
-    """The text of a JSON object, with the number of U+FFFD that replaced lone surrogates, which
-    JSON can represent and UTF-8 cannot."""
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{where} is no object but a {_kind_of(row)}. Give one object on each line, such "
-            f'as {{"{quoted(key)}": "..."}}.'
-        )
-    if key not in row:
-        keys = ", ".join(sorted(quoted(name) for name in list(row)[:20])) or "none"
-        raise UserError(
-            f"{where} has no {quoted(key)!r}. Its keys: {keys}. Name the one with the text by "
-            "--text-key."
-        )
-    text = _text_in(row[key], where)
+def _parsed(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content.decode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", type(error).__name__)
+        raise UserError(f"{where} is not JSON ({reason}). {REMEDY}") from error
+
+
+def _field(row: Any, key: str, where: str) -> str:
+    """The text of a JSON object."""
+    _require_key(key, row if isinstance(row, dict) else (), where)
+    return _text_in(row[key], where)
+
+
+def _unicode(text: str) -> str:
+    """A text without lone surrogates, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        paired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return paired, paired.count(REPLACEMENT) - text.count(REPLACEMENT)
-    return text, 0
-
-
-def _csv(source: Source, text_key: str) -> Texts:
-    csv.field_size_limit(LONGEST_LINE)
-    path = Path(source.path)
-    with opened(path) as (stream, file):
-        text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-        separator = "\t" if unpacked_suffix(path) == ".tsv" else ","
-        table = csv.reader(text, delimiter=separator, strict=True)
-        try:
-            header = next(filter(None, table), [])
-            _require_column(source, text_key, header)
-            column = header.index(text_key)
-            for row in filter(None, table):
-                if len(row) != len(header):
-                    raise csv.Error(f"a row has {len(row)} fields, the header {len(header)}")
-                cell, replaced = _in_unicode(row[column])
-                yield Text(cell, file.tell(), replaced)
-        except csv.Error as error:
-            raise UserError(
-                f"{quoted(source.path)} is not CSV up to line {table.line_num} ({error}). Put "
-                "quotes around texts with separators, or give JSON lines."
-            ) from error
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _parquet(source: Source, text_key: str) -> Texts:
-    with open_parquet(Path(source.path), REMEDY) as file:
-        _require_column(source, text_key, file.schema_arrow.names, file.schema_arrow)
+    with open_parquet(Path(source.path)) as file:
+        _require_key(text_key, file.schema_arrow.names, quoted(source.path))
         number, total = 0, file.metadata.num_rows
         for column in read_column(file, text_key, ROWS_AT_ONCE):
-            for text in _column(source, column, number):
+            for text in _column(column, number, source.path):
                 number += 1
-                yield text._replace(on_disk=source.size * number // total)
+                yield Text(text, source.size * number // total)
 
 
 def _dataset(source: Source, text_key: str) -> Texts:
@@ -166,40 +155,36 @@ def _dataset(source: Source, text_key: str) -> Texts:
         number = 0
         with closing(stream.with_format("arrow").iter(ROWS_AT_ONCE)) as tables:
             for table in tables:
-                _require_column(source, text_key, table.schema.names, table.schema)
-                yield from _column(source, table[text_key], number)
-                number += len(table)
+                _require_key(text_key, table.schema.names, quoted(source.path))
+                for text in _column(table[text_key], number, source.path):
+                    number += 1
+                    yield Text(text)
     except UserError:
         raise
     except Exception as error:  # any error of the network, the Hub or a file format
         reason = quoted(" ".join(str(error).split()) or repr(error)).rstrip(".")
-        remedy = REMEDY
-        if source.path.startswith("hf:"):
-            remedy = "Check its name and the network, and give the same command again."
-        raise UserError(f"Cannot read {quoted(source.path)}: {reason}. {remedy}") from error
+        raise UserError(
+            f"Cannot read {quoted(source.path)}: {reason}. Check the file, or the name and the "
+            "network, and give the same command again."
+        ) from error
 
 
-def _column(source: Source, column: Any, row: int) -> Iterator[Text]:
+def _column(column: Any, row: int, path: str) -> Iterator[str]:
     """The texts of a pyarrow column after row `row`."""
     for number, value in enumerate(values_of(column), row + 1):
         if isinstance(value, bytes):
-            text, replaced = _decoded(value)
+            yield value.decode(errors="replace")
         else:
-            text = _text_in(value, f"{quoted(source.path)} row {number}")
-            replaced = 0
-        yield Text(text, replaced=replaced)
+            yield _text_in(value, f"{quoted(path)} row {number}")
 
 
-def _require_column(source: Source, key: str, names: Sequence[str], schema: Any = None) -> None:
-    """Raise a UserError unless there is a column of text."""
-    path = quoted(source.path)
-    if key not in names:
-        raise UserError(f"{path}: {unknown('column', key, names)} Name one by --text-key.")
-    kind = None if schema is None else schema.field(key).type
-    if kind is not None and not is_text(kind) and str(kind) != "null":
+def _require_key(key: str, keys: Iterable[str], where: str) -> None:
+    """Raise a UserError unless `key` is among the fields or columns."""
+    if key not in keys:
+        names = ", ".join(sorted(quoted(str(name)) for name in keys)[:20]) or "none"
         raise UserError(
-            f"The column {quoted(key)!r} of {path} holds {quoted(str(kind))}, not text. Name "
-            "another by --text-key."
+            f"{where} has no {quoted(key)!r}. Its fields: {names}. Name the one with the text by "
+            "--text-key."
         )
 
 
@@ -207,40 +192,10 @@ def _text_in(value: object, where: str) -> str:
     """A value that is text. Raises a UserError if it is none."""
     if not isinstance(value, str):
         raise UserError(
-            f"{where} has a {_kind_of(value)} where text should be. Correct it, or name another "
-            "field with --text-key."
+            f"{where} has {quoted(json.dumps(value, default=repr)[:40])} where text should be. "
+            "Correct it, or name another field by --text-key."
         )
     return value
-
-
-def _kind_of(value: object) -> str:
-    """The JSON name of a value's type."""
-    names = {"dict": "object", "str": "string", "NoneType": "null", "bool": "true or false"}
-    name = type(value).__name__
-    return "number" if name in ("int", "float") else names.get(name, name)
-
-
-def _parsed(content: str, where: str) -> Any:
-    """The value of a JSON text. Raises a UserError if it is not JSON."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", type(error).__name__)
-        raise UserError(f"{where} is not JSON ({reason}). {REMEDY}") from error
-
-
-def _decoded(content: bytes) -> tuple[str, int]:
-    """Bytes as text, with the number of U+FFFD that replaced invalid UTF-8."""
-    try:
-        return content.decode(), 0
-    except UnicodeDecodeError:
-        text = content.decode(errors="replace")
-        return text, text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())
-
-
-def _in_unicode(text: str) -> tuple[str, int]:
-    """Text that was decoded with `surrogateescape`, as `_decoded` decodes it."""
-    return _decoded(text.encode(errors="surrogateescape"))
 
 
 def _library() -> Any:

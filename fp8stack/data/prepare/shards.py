@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel
 
 from fp8stack.common.io import sha256_of_file, storage_errors
 from fp8stack.data.order import GOLDEN, mixed
@@ -16,6 +17,16 @@ from fp8stack.data.prepared import ENDS, Shard
 from fp8stack.data.tokenizer import Tokenizer
 
 SHARD_FILE = re.compile(r"(train|val)-(\d{5,})\.(bin|ends)")
+REPLACEMENT = "\ufffd"
+
+
+class SplitState(BaseModel):
+    """How far the files of a split are written."""
+
+    shards: list[Shard] = []  # finished
+    bytes: int = 0  # of text, of all shards
+    tokens: int = 0  # of the open shard
+    documents: int = 0
 
 
 class SplitWriter:
@@ -25,70 +36,59 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, width: int, shard_tokens: int) -> None:
         self._folder, self._split = folder, split
         self._width, self._shard_tokens = width, shard_tokens
-        self.shards: list[Shard] = []  # finished
-        self.text_bytes = 0  # of all shards
-        self._tokens = self._documents = 0  # of the open shard
-
-    def place(self) -> dict[str, Any]:
-        """The end of what was written, as JSON data, once it is on the disk."""
-        if self._tokens or self._documents:
-            self._flush()
-        return {
-            "shards": [shard.model_dump() for shard in self.shards],
-            "bytes": self.text_bytes,
-            "tokens": self._tokens,
-            "documents": self._documents,
-        }
-
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Continue at a `place`."""
-        self.shards = [Shard(**shard) for shard in place["shards"]]
-        self.text_bytes = place["bytes"]
-        self._tokens, self._documents = place["tokens"], place["documents"]
+        self.state = SplitState()
 
     def files(self) -> Iterator[tuple[Path, int]]:
-        """The files up to this place, with their sizes in bytes."""
-        sizes = [(shard.tokens, shard.documents) for shard in self.shards]
-        for number, (tokens, documents) in enumerate([*sizes, (self._tokens, self._documents)]):
+        """The files of this state, with their sizes in bytes."""
+        sizes = [(shard.tokens, shard.documents) for shard in self.state.shards]
+        sizes.append((self.state.tokens, self.state.documents))
+        for number, (tokens, documents) in enumerate(sizes):
             path, ends = self._paths(number)
             if tokens or documents:
                 yield path, tokens * self._width
                 yield ends, documents * 8
 
+    def flush(self) -> None:
+        """Flush the open shard, if there is one, to the disk."""
+        for path in self._paths(len(self.state.shards)):
+            if path.exists():
+                with path.open("ab") as file:
+                    os.fsync(file.fileno())
+
     def add(self, tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], text_bytes: int) -> None:
         """Write documents: their concatenated tokens [tokens], and the place where each document
         ends among them [documents]. Tokens after them belong to a document that continues in the
         next call."""
-        self.text_bytes += text_bytes
+        self.state.bytes += text_bytes
         while len(ends):
             # The shard ends with the first document that fills it.
-            room = self._shard_tokens - self._tokens
+            room = self._shard_tokens - self.state.tokens
             count = min(int(np.searchsorted(ends, room)) + 1, len(ends))
             end = int(ends[count - 1])
             self._append(tokens[:end], ends[:count])
             tokens, ends = tokens[end:], ends[count:] - end
-            if self._tokens >= self._shard_tokens:
+            if self.state.tokens >= self._shard_tokens:
                 self.finish()
         if len(tokens):
             self._append(tokens, ends)
 
     def finish(self) -> None:
         """Finish the open shard, if there is one."""
-        path, ends = self._paths(len(self.shards))
-        if self._tokens:
-            self._flush()
+        state, (path, ends) = self.state, self._paths(len(self.state.shards))
+        if state.tokens:
+            self.flush()
             shard = Shard(
                 file=path.name,
-                tokens=self._tokens,
-                documents=self._documents,
+                tokens=state.tokens,
+                documents=state.documents,
                 sha256=sha256_of_file(path),
                 ends_sha256=sha256_of_file(ends),
             )
-            self.shards.append(shard)
-        elif self._documents:  # empty, of a tokenizer without an end-of-text token
+            state.shards.append(shard)
+        elif state.documents:  # empty, of a tokenizer without an end-of-text token
             path.unlink()
             ends.unlink()
-        self._tokens = self._documents = 0
+        state.tokens = state.documents = 0
 
     def _paths(self, number: int) -> tuple[Path, Path]:
         path = self._folder / f"{self._split}-{number:05d}.bin"
@@ -96,18 +96,12 @@ class SplitWriter:
 
     def _append(self, tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> None:
         """Write tokens, and the ends of documents among them."""
-        arrays = (tokens, (ends + self._tokens).astype("<u8"))
-        for path, array in zip(self._paths(len(self.shards)), arrays, strict=True):
+        arrays = (tokens, (ends + self.state.tokens).astype("<u8"))
+        for path, array in zip(self._paths(len(self.state.shards)), arrays, strict=True):
             with path.open("ab") as file:
                 file.write(np.ascontiguousarray(array).data)
-        self._tokens += len(tokens)
-        self._documents += len(ends)
-
-    def _flush(self) -> None:
-        """Flush the open shard to the disk."""
-        for path in self._paths(len(self.shards)):
-            with path.open("ab") as file:
-                os.fsync(file.fileno())
+        self.state.tokens += len(tokens)
+        self.state.documents += len(ends)
 
 
 class Writer:
@@ -124,21 +118,28 @@ class Writer:
         self.counts = dict.fromkeys(("documents", "empty", "replaced"), 0)
 
     @property
+    def states(self) -> dict[str, SplitState]:
+        """How far each split is written."""
+        return {name: split.state for name, split in self.splits.items()}
+
+    @property
     def shards(self) -> int:
         """The number of finished shards."""
-        return sum(len(split.shards) for split in self.splits.values())
+        return sum(len(state.shards) for state in self.states.values())
 
     def place(self) -> dict[str, Any]:
         """The end of what was written, as JSON data, once it is on the disk."""
-        places = {name: split.place() for name, split in self.splits.items()}
-        return {"counts": dict(self.counts), "splits": places}
+        for split in self.splits.values():
+            split.flush()
+        states = {name: state.model_dump() for name, state in self.states.items()}
+        return {"counts": dict(self.counts), "splits": states}
 
     def go_to(self, place: Mapping[str, Any]) -> bool:
         """Continue at a `place`; what was written after it is removed. Returns False, having
         changed no file, if files up to the place are missing or too short."""
         self.counts = dict(place["counts"])
         for name, split in self.splits.items():
-            split.go_to(place["splits"][name])
+            split.state = SplitState.model_validate(place["splits"][name])
         sizes = dict(pair for split in self.splits.values() for pair in split.files())
         if not all(path.is_file() and path.stat().st_size >= sizes[path] for path in sizes):
             return False
@@ -173,7 +174,7 @@ class Writer:
                     split.add(tokens, ends, int(text_bytes[selected].sum()))
         self.counts["documents"] += int(finished.sum())
         self.counts["empty"] += int((finished & (text_bytes == 0)).sum())
-        self.counts["replaced"] += sum(text.replaced for text in texts)
+        self.counts["replaced"] += sum(text.text.count(REPLACEMENT) for text in texts)
         return sum(map(len, ids))
 
     def finish(self) -> None:

@@ -11,18 +11,15 @@ from fp8stack.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
 
 # bytes of text, at most: more changes little, and the sample and its words are in memory
 SAMPLE_BYTES = 2**28
-MOST_SOURCES = 4096
-SMALL_BYTES = SAMPLE_BYTES // MOST_SOURCES
 
 
 def train_bpe(sources: Sequence[Source], vocabulary: int, text_key: str) -> tuple[Tokenizer, int]:
     """Train a byte-level BPE that splits words like GPT-2's; return it with the bytes of text read.
 
     It is trained on all the text or, if that exceeds 256 MiB, on the beginning of every source in
-    proportion to its size; with more than 4096 sources, on regularly spaced ones. The tokenizer
-    depends on the sources only. `vocabulary` includes `<|endoftext|>` and the 256 bytes; the result
-    is smaller if the text yields no more pairs. Raises a UserError if sources cannot be read, or
-    there is no text.
+    proportion to its size. The tokenizer depends on the sources only. `vocabulary` includes
+    `<|endoftext|>` and the 256 bytes; the result is smaller if the text yields no more pairs.
+    Raises a UserError if sources cannot be read, or there is no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -50,17 +47,13 @@ def train_bpe(sources: Sequence[Source], vocabulary: int, text_key: str) -> tupl
 
 
 def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
-    """The sources to train a tokenizer on, with the bytes of text from each; a stream counts as
+    """The sources, with the bytes of text to train a tokenizer on from each; a stream counts as
     much as all files together."""
     files = sum(source.size for source in sources)
-    every = 1
-    if files > SAMPLE_BYTES:
-        small = files / len(sources) < SMALL_BYTES
-        every = -(-files // SAMPLE_BYTES) if small else -(-len(sources) // MOST_SOURCES)
-    sampled = sources[::every]
-    weights = [source.size or max(files, 1) for source in sampled]
-    shares = [max(1, SAMPLE_BYTES * weight // sum(weights)) for weight in weights]
-    return list(zip(sampled, shares, strict=True))
+    weights = [source.size or max(files, 1) for source in sources]
+    total = sum(weights)
+    budgets = [max(1, SAMPLE_BYTES * weight // total) for weight in weights]
+    return list(zip(sources, budgets, strict=True))
 
 
 def _beginning(source: Source, budget: int, text_key: str) -> Iterator[str]:

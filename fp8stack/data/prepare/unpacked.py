@@ -20,6 +20,7 @@ PACKED: dict[str, Callable[[IO[bytes]], Any]] = {
     ".xz": lzma.open,
     ".zst": open_zst,
 }
+REMEDY = "Download or correct it, and give the same command again."
 
 
 def unpacked_suffix(path: Path) -> str:
@@ -36,6 +37,7 @@ def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
     try:
         with path.open("rb") as file:
             unpack = PACKED.get(path.suffix.lower())
+            # Referenced to the end: where it is collected, it closes the file.
             unpacked = io.BufferedReader(unpack(file)) if unpack else file
             stream: io.BufferedReader[Any] = unpacked
             mark, encoding = encoding_of(unpacked.peek(4))
@@ -45,11 +47,5 @@ def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
                 stream = io.BufferedReader(io.BytesIO(text.encode()))
             yield stream, file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise UserError(
-                f"Cannot read {quoted(str(path))}: {error.strerror}. Check its permissions."
-            ) from error
-        raise UserError(
-            f"{quoted(str(path))} is cut short or damaged ({quoted(str(error))}). Download or "
-            "unpack it, and give the same command again."
-        ) from error
+        reason = (isinstance(error, OSError) and error.strerror) or f"cut short or damaged, {error}"
+        raise UserError(f"Cannot read {quoted(str(path))}: {quoted(reason)}. {REMEDY}") from error

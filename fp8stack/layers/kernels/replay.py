@@ -41,6 +41,8 @@ class Replayed:
         discards the recorded graph."""
         if not records(device) or self._refused or torch.compiler.is_compiling():
             return self._function()
+        if torch.cuda.is_current_stream_capturing():  # part of a larger graph
+            return self._function()
         if key != self._key:
             self._forget(key)
         if self._graph is None:

@@ -12,7 +12,7 @@ from fp8stack.common import presets
 from fp8stack.common.version import __version__
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.trained.export.format_files import Files, ModelSource
-from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.metrics.read import read_metrics
 from fp8stack.training.run_plans import context_of
 
 CARD = "README.md"
@@ -74,9 +74,7 @@ def visible(text: str) -> str:
 
 def _last_val_loss(source: ModelSource) -> tuple[int, float] | None:
     """The last validation loss up to the checkpoint, and its step."""
-    last = None
-    for row in [] if source.run is None else RunFolder(source.run).read_metrics():
-        loss = row.get("val_loss")
-        if row["step"] <= source.step and isinstance(loss, int | float):
-            last = row["step"], float(loss)
-    return last
+    if source.run is None:
+        return None
+    values = zip(*read_metrics(source.run).column("val_loss"), strict=True)
+    return max(((step, loss) for step, loss in values if step <= source.step), default=None)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from pydantic import BaseModel, NonNegativeInt
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -21,9 +20,9 @@ from fp8stack.common.errors import MissingRequirement, UserError, quoted
 from fp8stack.common.io import parse_json, sha256_of_file
 from fp8stack.data.tokenizer import TokenizerIdentity
 from fp8stack.precision.system_memory import require_free
+from fp8stack.training.checkpoint.schema import FORMAT, FileSum, Manifest
 from fp8stack.training.checkpoint.sharded import SharedGroup
 
-FORMAT = 1
 SHARED = ("model", "optimizer")  # the groups that FSDP2 shards
 _NAME = re.compile(r"step-(\d{6,})")
 _FILE = re.compile(r"([a-z0-9]+/shard-\d{5}-model-00001-of-00001|[a-z0-9]+)\.safetensors")
@@ -41,50 +40,14 @@ class Checkpoint:
     with one file per rank."""
 
     step: int
-    info: dict[str, Any]  # plain JSON data: the configuration, the plan, the data's identity
+    info: dict[str, Any]  # plain JSON data, see `schema.Info`
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-
-
-class FileSum(BaseModel, frozen=True, extra="forbid", strict=True):
-    """A file's size and checksum."""
-
-    bytes: NonNegativeInt
-    sha256: str
-
-
-class Info(BaseModel, frozen=True, extra="forbid", strict=True):
-    """A run's state besides tensors, as JSON data."""
-
-    identity: dict[str, Any]
-    config: dict[str, Any]
-    plan: dict[str, Any]
-    scaler: dict[str, Any] | None
-    versions: dict[str, str]
-    guard: dict[str, Any] | None = None  # old checkpoints lack this key and the next ones
-    plans: list[dict[str, Any]] = []
-    phases: dict[str, Any] | None = None
-    tokenizer: TokenizerIdentity | None = None  # of the data; None if unknown or not recorded
-
-
-class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
-    """The content of `checkpoint.json`, without its own checksum."""
-
-    format: int
-    step: NonNegativeInt
-    files: dict[str, FileSum]
-    info: Info
 
 
 def recorded_tokenizer(info: Mapping[str, Any]) -> TokenizerIdentity | None:
     """The tokenizer that a checkpoint.json records, if any."""
     recorded = info.get("tokenizer")
     return None if recorded is None else TokenizerIdentity(**recorded)
-
-
-def files_of(path: Path) -> dict[str, FileSum]:
-    """The files of the checkpoint in the folder `path`, by name, with their sums. Raises a
-    UserError if its manifest is damaged."""
-    return _manifest(path).files
 
 
 def is_whole(path: Path) -> bool:
@@ -126,7 +89,7 @@ def load(path: Path) -> Checkpoint:
         except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path / name} is not a safetensors file: {error}.") from error
     groups |= {group: SharedGroup(path / group, stated) for group, stated in shards.items()}
-    return Checkpoint(step=manifest.step, info=manifest.info.model_dump(), tensors=groups)
+    return Checkpoint(step=manifest.step, info=manifest.to_json()["info"], tensors=groups)
 
 
 def _verify(file: Path, expected: FileSum) -> None:

@@ -11,7 +11,6 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Self
 
 import safetensors.torch
 import torch
@@ -86,10 +85,6 @@ class SharedGroup(Mapping[str, Tensor]):
         self._tensors = {
             name: tensor for name, tensor in metadata.items() if isinstance(tensor, kind)
         }
-
-    def in_folder(self, folder: Path) -> Self:
-        """The group, read from copies of its files in `folder`."""
-        return type(self)(folder, self.files)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

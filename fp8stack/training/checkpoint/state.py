@@ -23,7 +23,7 @@ Group = Mapping[str, Tensor]
 
 
 def capture(
-    model: GPT, optimizer: Optimizer, random: Group | None = None, *, fp8_model: GPT | None = None
+    model: GPT, optimizer: Optimizer, random: Group | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Weights, moments, FP8 state and random state, by name; of sharded tensors, this rank's rows.
     The rows that pad the vocabulary are left out: they are zero, and their number depends on the
@@ -31,7 +31,6 @@ def capture(
 
     Args:
         random: the result of `random_states`; None for the state of this rank alone.
-        fp8_model: the variant of the model to take the FP8 state from, if it is not `model`.
     """
     weights, moments = {}, {}
     for name, parameter in model.saved_tensors().items():
@@ -39,7 +38,7 @@ def capture(
         for key, value in plain(optimizer.state.get(parameter, {})).items():
             moments[f"{name}.{key}"] = _trim(name, value, model)
     groups = {"model": weights, "optimizer": moments, "rng": dict(random or random_state())}
-    return groups | ({"fp8": state} if (state := fp8_state(fp8_model or model)) else {})
+    return groups | ({"fp8": state} if (state := fp8_state(model)) else {})
 
 
 def first_rows(model: GPT) -> dict[str, int]:
@@ -63,8 +62,6 @@ def restore(
     optimizer: Optimizer,
     groups: Mapping[str, Group],
     rank: int = 0,
-    *,
-    fp8_model: GPT | None = None,
 ) -> None:
     """Restore the state that `capture` returned; the number of ranks may have changed, and `rank`
     is this one. Raises a UserError if a tensor is missing, left over, or of another shape or dtype,
@@ -85,7 +82,7 @@ def restore(
         for key, value in plain(state).items():
             copy_into(value, _saved(moments, f"{name}.{key}", value, model))
         optimizer.state[parameter] = state
-    load_fp8_state(fp8_model or model, groups.get("fp8", {}))
+    load_fp8_state(model, groups.get("fp8", {}))
     restore_random_state(groups.get("rng", {}), rank)
 
 

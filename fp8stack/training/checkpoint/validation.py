@@ -6,13 +6,12 @@ checkpoint can be used.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat
 
 from fp8stack.common import presets
 from fp8stack.common.errors import MissingRequirement, NoUsableCheckpoint, UserError, quoted
@@ -32,72 +31,6 @@ from fp8stack.training.checkpoint.state import (
 from fp8stack.training.optim.optimizer import build_optimizer
 
 Check = Callable[[Checkpoint], object]
-
-
-class _CheckedKeys(BaseModel, frozen=True, strict=True, extra="allow"):
-    """A JSON object with more keys than the ones checked here."""
-
-
-class _Identity(_CheckedKeys):
-    model: dict[str, Any]
-    recipe: dict[str, Any]
-    data: dict[str, str]
-    recipes: dict[str, dict[str, Any]] = {}  # of the variants, by index in `plans`
-
-
-class _Layer(_CheckedKeys):
-    name: str
-    reason: str
-    fp8: bool = False
-
-
-class _Named(_CheckedKeys):
-    name: str
-
-
-class _Plan(_CheckedKeys):
-    layers: list[_Layer]
-    recipe: dict[str, Any] = {}
-
-
-class _PlanOfPhase(_Plan):
-    recipe: _Named  # type: ignore[assignment]
-
-
-class _Phases(_CheckedKeys):
-    ended_at: int | None
-    judged_at: int
-    entered: str | None
-    reason: str | None = None  # older checkpoints have none
-    places: dict[str, NonNegativeInt]
-
-
-class _Scaler(_CheckedKeys):
-    scale: PositiveFloat
-    growth_factor: PositiveFloat
-    backoff_factor: PositiveFloat
-    growth_interval: int
-    growth_tracker: Annotated[int, Field(alias="_growth_tracker")]
-    steps: NonNegativeInt = 0  # older checkpoints have none
-    overflows: NonNegativeInt = 0
-
-
-class _Watch(_CheckedKeys):
-    window: list[Any]
-    streak: int
-    overflows: int
-    norms: list[float] = []
-
-
-class _Guard(_CheckedKeys):
-    watch: _Watch
-    left_out: list[int]
-    demoted: dict[str, int | None]
-    incidents: int
-    last_bad: int
-    tried: list[str]
-    bad: list[dict[str, Any]]
-    left_fp16: bool
 
 
 def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str]]:
@@ -122,41 +55,33 @@ def load_sound(path: Path, check: Check) -> Checkpoint:
     """Load the checkpoint in the folder `path`, verified to the byte and by `check`. Raises a
     NoUsableCheckpoint that names its fault, or a MissingRequirement if it has none but needs what
     is missing here."""
-    try:
-        checkpoint = checkpoints.load(path)
-    except MissingRequirement:
-        raise
-    except UserError as error:
-        raise NoUsableCheckpoint(str(error)) from error
     named = re.fullmatch(r"step-(\d{6,})", path.resolve().name)
     try:
+        checkpoint = checkpoints.load(path)
         if named and int(named[1]) != checkpoint.step:
             raise UserError(f"it is of step {quoted(str(checkpoint.step))}")
         check(checkpoint)
     except MissingRequirement:
         raise
     except UserError as error:
-        fault = str(error).rstrip(".")
-        raise NoUsableCheckpoint(f"{path} cannot be used: {fault}.") from error
+        fault = str(error)
+        if not fault.startswith(str(path)):
+            fault = f"{path} cannot be used: {fault.rstrip('.')}."
+        raise NoUsableCheckpoint(fault) from error
     return checkpoint
 
 
 def can_go_on(checkpoint: Checkpoint) -> None:
     """Check that a run can resume from `checkpoint`: configuration, weights, moments and scales
     fit. Raises a UserError that names the first key or tensor that does not."""
-    config = presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
-    if checkpoint.info["scaler"] is not None:
-        _parsed(_Scaler, checkpoint, "scaler")
-    plan = _plan(checkpoint)
-    plans = _parsed(list[_PlanOfPhase], checkpoint, "plans")
-    _check_decisions(checkpoint, plan)
-    identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
-    draws = RngState()
-    for place, planned in enumerate(plans):
+    config, shape, info = _config(checkpoint), model_of(checkpoint), checkpoint.info
+    recipes, draws = info["identity"]["recipes"], RngState()
+    for place, plan in enumerate(info["plans"]):
         # The FP8 state has the counters of all variants.
-        if recipe_keys := identity.recipes.get(str(place)):
-            _without_memory(shape, _recipe(recipe_keys, f"recipes.{place}"), planned, draws)
-    model = _without_memory(shape, _recipe(identity.recipe, "recipe"), plan, draws)
+        if (recipe := recipes.get(str(place))) is not None:
+            _without_memory(shape, _recipe(recipe, f"recipes.{place}"), plan, draws)
+    recipe = _recipe(info["identity"]["recipe"], "recipe")
+    model = _without_memory(shape, recipe, info["plan"], draws)
     random = random_state()
     try:
         restore(model, build_optimizer(model, config, fused=False), checkpoint.tensors)
@@ -167,68 +92,57 @@ def can_go_on(checkpoint: Checkpoint) -> None:
 def has_weights(checkpoint: Checkpoint) -> None:
     """Check that `checkpoint` holds the weights of the model that it names. Raises a UserError that
     names the first key or tensor that does not fit."""
-    presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
-    _parsed(list[_PlanOfPhase], checkpoint, "plans")
-    _check_decisions(checkpoint, _plan(checkpoint))
-    model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), RngState())
+    _config(checkpoint)
+    model = _without_memory(model_of(checkpoint), load_recipe("fp32"), {"layers": ()}, RngState())
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
 
 def model_of(checkpoint: Checkpoint) -> GPTConfig:
-    """The shape of the model in `checkpoint`. Raises a UserError if the checkpoint does not state a
-    shape, or states more layers than it has tensors."""
-    identity = _parsed(_Identity, checkpoint, "identity")
-    config: GPTConfig = presets.parse(
-        GPTConfig, identity.model, "identity.model in checkpoint.json"
-    )
+    """The shape of the model in `checkpoint`. Raises a UserError if it is no shape, or has more
+    layers than the checkpoint has tensors."""
+    where = "identity.model in checkpoint.json"
+    config: GPTConfig = presets.parse(GPTConfig, checkpoint.info["identity"]["model"], where)
     if config.layers > len(checkpoint.tensors.get("model", {})):  # a damaged number may be huge
-        raise UserError(
-            f"identity.model in checkpoint.json has {config.layers} layers, the weights fewer"
-        )
+        raise UserError(f"{where} has {config.layers} layers, the weights fewer")
     return config
 
 
-def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
-    return presets.parse(schema, checkpoint.info[key], f"{key} in checkpoint.json")
-
-
-def _plan(checkpoint: Checkpoint) -> _Plan:
-    """The plan of the run. Raises a UserError if it or its recipe is invalid."""
-    plan: _Plan = _parsed(_Plan, checkpoint, "plan")
-    if "name" not in plan.recipe:
-        raise UserError("plan in checkpoint.json: key 'recipe.name' is missing.")
-    recipe_from_json(plan.recipe, "plan.recipe in checkpoint.json")
+def _config(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration of the run. Raises a UserError if it, or a recipe of its plans, is invalid,
+    or if the plan or the guard names layers that the model does not have."""
+    info = checkpoint.info
+    config: RunConfig = presets.parse(RunConfig, info["config"], "config in checkpoint.json")
+    for plan in (info["plan"], *info["plans"]):
+        recipe_from_json(plan["recipe"], "plan.recipe in checkpoint.json")
     linears = model_of(checkpoint).linear_shapes()
-    if odd := [layer.name for layer in plan.layers if layer.name not in linears]:
-        raise UserError(f"plan in checkpoint.json: the model has no layer '{quoted(odd[0])}'.")
-    return plan
+    model_layers = linears.keys() | {name.removesuffix(".qkv") for name in linears}  # attention
+    names = [layer["name"] for layer in info["plan"]["layers"]]
+    for key, layers in {"plan": names, "guard": (info["guard"] or {}).get("demoted", ())}.items():
+        if unknown := [name for name in layers if name not in model_layers]:
+            raise UserError(
+                f"{key} in checkpoint.json: the model has no layer '{quoted(unknown[0])}'"
+            )
+    return config
 
 
-def _check_decisions(checkpoint: Checkpoint, plan: _Plan) -> None:
-    """Raise a UserError if the state of the phases or of the guard is invalid. The guard may name
-    only layers of `plan`."""
-    if checkpoint.info["phases"] is not None:
-        _parsed(_Phases, checkpoint, "phases")
-    if checkpoint.info["guard"] is not None:
-        guard = _parsed(_Guard, checkpoint, "guard")
-        layer_names = {layer.name for layer in plan.layers}
-        layer_names |= {name.removesuffix(".qkv") for name in layer_names}  # attention
-        for name in guard.demoted.keys() - layer_names:
-            raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
+def _recipe(recipe_keys: Mapping[str, Any], key: str) -> Recipe:
+    where = f"identity.{key} in checkpoint.json"
+    return recipe_from_json({"name": "its recipe", **recipe_keys}, where)
 
 
-def _recipe(recipe_keys: dict[str, Any], key: str) -> Recipe:
-    return recipe_from_json(
-        {"name": "its recipe"} | recipe_keys, f"identity.{key} in checkpoint.json"
-    )
-
-
-def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: RngState) -> GPT:
-    """A model on the meta device, to check tensors against. The variants of a run share `draws`."""
+def _without_memory(
+    config: GPTConfig, recipe: Recipe, saved_plan: Mapping[str, Any], draws: RngState
+) -> GPT:
+    """A model on the meta device, to check tensors against. The models of a run share `draws`."""
     chosen = recipe.model_copy(update={"attention": "compute"})  # FP8 attention needs a GPU to run
-    left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}
-    plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
+    plan = plan_for(config, chosen, Hardware("cpu"), left_out=layers_left_out(saved_plan))
     attends = plan.recipe.model_copy(update={"attention": recipe.attention})
     plan = replace(plan, recipe=attends)  # its state does not
     with torch.device("meta"):
         return GPT(config, build_backend(plan, draws=draws))
+
+
+def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
+    """The layers that a checkpoint's plan keeps out of FP8, with the reasons. A resumed run keeps
+    the same layers out, since FP8 state and losses depend on them."""
+    return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}

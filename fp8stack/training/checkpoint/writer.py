@@ -3,18 +3,15 @@ written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-25
 last, and a rename makes the checkpoint visible."""
 
 import json
-import os
 import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from fp8stack.common.errors import UserError
 from fp8stack.common.io import (
     TEMPORARY,
     settle,
@@ -24,18 +21,17 @@ from fp8stack.common.io import (
     write_flushed,
 )
 from fp8stack.training.checkpoint.reader import (
-    FORMAT,
     MANIFEST,
     SHARED,
     Checkpoint,
     candidates,
     canonical,
-    files_of,
     is_whole,
     path_of,
     sha256_of,
     step_of,
 )
+from fp8stack.training.checkpoint.schema import Manifest
 from fp8stack.training.checkpoint.sharded import file_of, write_rows
 from fp8stack.training.distributed.process_group import ALONE, Ranks
 
@@ -73,44 +69,10 @@ def write(
     return final
 
 
-def write_alike(folder: Path, checkpoint: Checkpoint, origin: Path) -> Path:
-    """Write `checkpoint` to `folder/step-000200`, with the files of the checkpoint at `origin`
-    except `fp8.safetensors`, and return that path. Files are hard links where the file system has
-    them, else copies; no checkpoint's file is ever changed. Raises what `write` raises, and a
-    UserError if `origin` is gone."""
-    final = path_of(folder, checkpoint.step)
-    temporary = folder / f"{TEMPORARY}{final.name}"
-    reason = f"{origin} is gone: its run removed it. Give a newer one."
-    if not (origin / MANIFEST).is_file():
-        raise UserError(reason)
-    with storage_errors(folder), ExitStack() as cleared:
-        cleared.callback(shutil.rmtree, temporary, ignore_errors=True)
-        temporary.mkdir(mode=stat.S_IMODE(folder.stat().st_mode))
-        only = {"fp8": checkpoint.tensors["fp8"]} if checkpoint.tensors.get("fp8") else {}
-        sums = _write_tensors(temporary, replace(checkpoint, tensors=only), None, ALONE)
-        for name, file_sum in files_of(origin).items():
-            if name == "fp8.safetensors":
-                continue
-            file = temporary / name
-            file.parent.mkdir(mode=stat.S_IMODE(folder.stat().st_mode), exist_ok=True)
-            source = os.path.realpath(origin / name)
-            if not os.path.isfile(source):
-                raise UserError(reason)
-            try:
-                os.link(source, file)
-            except OSError:  # another file system
-                shutil.copyfile(source, file)
-                settle(file)
-            sums[name] = file_sum.model_dump()
-            if file.parent != temporary:
-                sync_folder(file.parent)
-        _finish(temporary, final, checkpoint, sums)
-    return final
-
-
 def _finish(temporary: Path, final: Path, checkpoint: Checkpoint, sums: Mapping[str, Any]) -> None:
     """Write the manifest of the files with these sums, and give the checkpoint its final name."""
-    body = {"format": FORMAT, "step": checkpoint.step, "files": sums, "info": checkpoint.info}
+    content = {"step": checkpoint.step, "files": sums, "info": checkpoint.info}
+    body = Manifest.model_validate(content).to_json()
     manifest = {"sha256": sha256_of(canonical(body)), **body}
     write_flushed(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(temporary)

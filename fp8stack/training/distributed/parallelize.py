@@ -18,9 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack.common.errors import UserError
-from fp8stack.layers import Backend
-from fp8stack.layers.fsdp import ShardedWeight
-from fp8stack.layers.linear import LowPrecisionLayer
+from fp8stack.layers.fsdp import ShardedWeight, local_shard
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Plan
@@ -62,13 +60,13 @@ def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
 
 
 def spread(
-    model: nn.Module, backend: Backend, accelerator: Accelerator, config: RunConfig
+    model: GPT, accelerator: Accelerator, config: RunConfig, around: GPT | None = None
 ) -> nn.Module:
-    """Wrap the model, which may be compiled, for training on several ranks. FSDP2 turns its
-    parameters into DTensors that are sharded by rows: build the optimizer after this call."""
+    """Wrap the model, which may be compiled, for training on several ranks; see `model_in` for
+    `around`. FSDP2 turns parameters into DTensors that are sharded by rows: build the optimizer
+    after the first call."""
     if config.parallel == "fsdp":
-        assert isinstance(model, GPT)
-        _fully_shard(model, backend, accelerator)
+        fully_shard_model(model, accelerator, around)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     if not isinstance(wrapped, DistributedDataParallel):
@@ -82,13 +80,21 @@ def spread(
     return wrapped
 
 
-def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator) -> None:
-    """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8
-    path.)"""
+def fully_shard_model(
+    model: GPT, accelerator: Accelerator, around: GPT | None = None, *, trains: bool = True
+) -> None:
+    """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8 path.)
+
+    Args:
+        around: a sharded model, whose shards `model`, which is on meta, takes instead of its own.
+        trains: whether `model` takes the parameters themselves, which the optimizer changes, and
+            `around` is not used any more.
+    """
+    backend = model.backend
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     root_layers = [module for module in model.children() if module is not model.blocks]
     for module in (*root_layers, *model.blocks, model):
-        if module is not model:  # block by block: the full model may not fit on the device
+        if module is not model and around is None:  # the full model may not fit on the device
             module.to(accelerator.device)
         tied = module is model.lm_head and model.config.tied
         if module is not model and not tied:
@@ -100,41 +106,28 @@ def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator) -> None
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to sum
-    before = _BeforeAllGather(model, backend)
-    model.register_forward_pre_hook(before, prepend=True)
+    if around is not None:
+        _take_shards(model, around, trains)
+    model.register_forward_pre_hook(lambda *_: backend.before_all_gather(), prepend=True)
 
 
-class _BeforeAllGather:
-    """A forward pre-hook of the model, which prepares the weights that FSDP2 gathers in the pass.
-    The gathered weight of a layer that left FP8 or fp16, or came back to FP8, needs other memory:
-    the hook makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
-
-    def __init__(self, model: GPT, backend: Backend) -> None:
-        self.backend = backend
-        self.gathered = {
-            layer: (layer.in_fp8, layer.compute_dtype)
-            for layer in model.modules()
-            if isinstance(layer, LowPrecisionLayer)
-            and isinstance(layer.stored_weight, DTensor)
-            and isinstance(layer.stored_weight.to_local(), ShardedWeight)
-        }
-
-    def __call__(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        for layer, before in self.gathered.items():
-            current = layer.in_fp8, layer.compute_dtype
-            if current != before:
-                self.gathered[layer] = current
-                _forget_gathered(model, layer)
-        self.backend.before_all_gather()
-
-
-def _forget_gathered(model: nn.Module, layer: LowPrecisionLayer) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param is layer.weight:
-                    parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
-                    parameter.__dict__.pop("_unsharded_param", None)
+@torch.no_grad()
+def _take_shards(model: GPT, around: GPT, trains: bool) -> None:
+    """Replace the parameters of `model`, sharded on meta, by those of `around`. Shards that layers
+    cast before they are gathered are wrapped for the layers of `model`."""
+    for path, module in model.named_modules():
+        for name, on_meta in module._parameters.items():
+            if on_meta is None:
+                continue
+            parameter: Any = around.get_parameter(f"{path}.{name}" if path else name)
+            like, rows = on_meta.to_local(), local_shard(parameter)
+            rows = like.like(rows) if isinstance(like, ShardedWeight) else rows
+            if trains:
+                parameter._local_tensor = rows
+            else:
+                shard: Any = DTensor(rows, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                parameter = nn.Parameter(shard, requires_grad=False)
+            module._parameters[name] = parameter
 
 
 def _sums_one_by_one(config: RunConfig, device: torch.device, ranks: int) -> bool:

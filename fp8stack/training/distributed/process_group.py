@@ -213,5 +213,5 @@ def losing_ranks() -> Iterator[None]:
         first_line = " ".join(str(error).split("\n")[0].split())
         raise RankLost(
             f"rank {index} of {count} lost another rank: {first_line[:200]} Go on from the last "
-            "checkpoint with --resume auto."
+            "checkpoint with --resume RUN."
         ) from error

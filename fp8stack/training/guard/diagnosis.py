@@ -2,7 +2,7 @@
 hooks. The run is not changed."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,9 @@ from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.observe import all_linears, observing
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.training.dataloader import inputs_of, tokens_of
+from fp8stack.training.guard.monitor import BadStep
 from fp8stack.training.guard.spikes import LARGEST
+from fp8stack.training.optim.chained import plain
 from fp8stack.training.run import Run
 
 STANDS_OUT = 8.0  # an operand is blamed if its amax is this many times its amax in a good step
@@ -57,13 +59,13 @@ def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     finite, the first that is much larger than in the good step `good`. A group is compared with all
     groups of its layer, since it may have had few rows in the good step. None if the step does not
     go wrong again. `run` has to be in its state before the bad step."""
-    trace = _repeat(run, bad)
+    trace = repeat_step(run, bad)
     amaxes = _to_host(trace)
     for traced, amax in zip(trace, amaxes, strict=True):
         if not amax < LARGEST:
             return _blame(traced, f"is {amax:.3g}" if math.isfinite(amax) else "is not finite")
     usual: dict[tuple[str, str], float] = {}
-    good_trace = _repeat(run, good)
+    good_trace = repeat_step(run, good)
     for traced, amax in zip(good_trace, _to_host(good_trace), strict=True):
         place = traced.layer, traced.operand
         usual[place] = max(amax, usual.get(place, 0.0))
@@ -77,6 +79,49 @@ def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     # The excess grows or shrinks from layer to layer: blame the first of about that size.
     first = next(index for index, ratio in enumerate(ratios) if ratio >= worst**0.5)
     return _blame(trace[first], f"is {ratios[first]:.3g} times its usual")
+
+
+def find_culprit(run: Run, bad: Sequence[BadStep], left_out: Collection[int]) -> Diagnosis | None:
+    """The operand to blame for bad steps in a row: the operand with a bad amax, or else the one
+    that `diagnose` finds by comparing the last of them with a step before that was not left out."""
+    slot = bad[-1].slot
+    if slot is not None:
+        layer, operand, group = place_of(slot)
+        fault = "has an amax out of all proportion"
+        return Diagnosis(layer=layer, operand=operand, fault=fault, group=group)
+    before = range(bad[0].step - 1, 0, -1)
+    good = next((number for number in before if number not in left_out), 1)
+    return diagnose(run, bad[-1].step, good)
+
+
+def broken_tensor(run: Run) -> str:
+    """A clause that names a weight or moment that is not finite (`LARGEST` or more), and in a
+    grouped linear the group."""
+    linears = all_linears(run.model)
+    for name, parameter in run.model.named_parameters():
+        state = plain(run.optimizer.state.get(parameter, {}))
+        for key, tensor in {"": parameter.detach(), **state}.items():
+            if tensor.dtype.itemsize == 1:  # quantized; broken values show in its scales
+                continue
+            shard = local_shard(tensor)
+            largest = float(shard.abs().max()) if shard.numel() else 0.0
+            if not largest < LARGEST:
+                tensor_name = f"the moment {key} of {name}" if key else name
+                if isinstance(linears.get(name.rpartition(".")[0]), GroupedLinear):
+                    broken = ~(shard.abs().flatten(1).amax(1) < LARGEST)
+                    tensor_name += f"[{first_row(tensor) + int(broken.nonzero()[0])}]"
+                return f"{tensor_name} contains {largest:.4g}"
+    return "a weight or a moment is not finite"
+
+
+def place_of(slot: str) -> tuple[str, str, int | None]:
+    """The layer, the operand and, in a grouped linear, the group of a slot. The slot may be of a
+    copy for one GEMM, such as `mlp.up.input.wgrad`."""
+    path, _, operand = slot.rpartition(".")
+    if operand in ("dgrad", "wgrad"):
+        path, _, operand = path.rpartition(".")
+    layer, _, number = path.rpartition(".")
+    return (layer, operand, int(number)) if number.isdecimal() else (path, operand, None)
 
 
 def _blame(traced: Traced, fault: str) -> Diagnosis:
@@ -98,8 +143,8 @@ def _to_host(trace: Trace) -> list[float]:
     return values
 
 
-def _repeat(run: Run, step: int) -> Trace:
-    """Repeat the passes of a step and record every operand's amax, without changing the run."""
+def repeat_step(run: Run, step: int) -> Trace:
+    """Run the passes of a step and record every operand's amax, without changing the run."""
     trace: Trace = []
     tokens_BT = tokens_of(run, step).to(run.accelerator.device)
 
@@ -122,12 +167,14 @@ def _repeat(run: Run, step: int) -> Trace:
         for name, parameter in reversed(list(run.model.named_parameters())):
             if parameter.grad is not None:
                 layer, _, key = name.rpartition(".")
-                operand = f"{key} gradient"
-                if isinstance(linears.get(layer), GroupedLinear):
-                    for group, amax in enumerate(_amaxes_of_groups(parameter.grad)):
-                        trace.append(Traced(layer, operand, amax, group))
-                else:
-                    trace.append(Traced(layer, operand, _amax(parameter.grad)))
+                is_grouped = isinstance(linears.get(layer), GroupedLinear)
+                # Also the parameters, which are not observed where they are gathered in FP8.
+                for operand, tensor in ((f"{key} gradient", parameter.grad), (key, parameter)):
+                    if is_grouped:
+                        for group, amax in enumerate(_amaxes_of_groups(tensor)):
+                            trace.append(Traced(layer, operand, amax, group))
+                    else:
+                        trace.append(Traced(layer, operand, _amax(tensor)))
     return trace
 
 

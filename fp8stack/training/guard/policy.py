@@ -18,22 +18,23 @@ them out.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.tables import counted
-from fp8stack.layers.fsdp import first_row, local_shard
-from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.observe import all_linears, fp8_parts
+from fp8stack.layers.observe import fp8_parts
 from fp8stack.precision import Plan, resolve
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.validation import can_go_on, load_sound
-from fp8stack.training.guard.diagnosis import Diagnosis, diagnose
+from fp8stack.training.guard.diagnosis import (
+    Diagnosis,
+    broken_tensor,
+    find_culprit,
+    place_of,
+)
 from fp8stack.training.guard.monitor import NOT_FINITE, BadStep, Cause, Monitor
-from fp8stack.training.guard.spikes import LARGEST
-from fp8stack.training.optim.chained import plain
 from fp8stack.training.run import Run
 
 Row = dict[str, Any]
@@ -55,8 +56,6 @@ class Outcome:
     skipped: bool = False  # whether the last step was skipped: the RNG state is restored
     leave_out: bool = False  # whether to skip training on the next step's batch
     back_to: Checkpoint | None = None  # the checkpoint to roll back to
-    leave_fp8: tuple[str, ...] = ()  # layers to take out of FP8
-    enter_fp8: tuple[str, ...] = ()  # layers to put back into FP8
     to_bf16: bool = False  # whether to change from fp16 to bf16
     failure: str = ""  # why the run has to stop, with a diagnosis: exit code 5
 
@@ -81,7 +80,6 @@ class Guard:
         # The step that the last roll-back for broken weights went to.
         self._mended_at: int | None = state.get("mended_at")
         self._tried: list[str] = list(state.get("tried", ()))
-        self._left_fp16: bool = state.get("left_fp16", False)
         self._recent = [
             BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
             for bad in state.get("bad", ())
@@ -123,7 +121,6 @@ class Guard:
                 f"{counted(self.config.layer_steps, 'step is', 'steps are')} over",
                 layer=layer,
             )
-        outcome.enter_fp8 = tuple(over)
         return outcome
 
     def check(self, step: int, *, acts: bool = True) -> Outcome:
@@ -137,7 +134,7 @@ class Guard:
         findings = self.monitor.poll(check_weights=due)
         outcome = self._outcome = Outcome(streak=findings.streak, skipped=findings.skipped)
         for slot in findings.cleared:
-            layer, operand, group = _place_of(slot)
+            layer, operand, group = place_of(slot)
             layer += "" if group is None else f".{group}"
             reason = "its history or scale was broken"
             self._add_event(step, "clear_amax", reason, layer=layer, operand=operand)
@@ -162,10 +159,9 @@ class Guard:
             self._last_bad = bad.step
         if acts:
             self._forget_if_calm(step)
-        if acts:
             self._check_scale(step, findings.overflows)
         if findings.broken:
-            self._mend(step, self._broken())
+            self._mend(step, broken_tensor(self.run))
         elif acts and findings.repeats and self._recent:
             self._next_rung(step)
         return outcome
@@ -180,21 +176,6 @@ class Guard:
         self._outcome = Outcome()
         self._mend(step, reason)
         return self._outcome
-
-    def plan_now(self) -> Plan:
-        """The run's plan, with the layers that the guard took out of FP8."""
-        plan = self.run.plan
-        if not self.demoted:
-            return plan
-        layers = []
-        for layer in plan.layers:
-            if layer.fp8 and layer.name in self.demoted:
-                last = self.demoted[layer.name]
-                until = "" if last is None else f" until step {last}"
-                reason = f"the guard took it out of FP8{until}"
-                layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=reason)
-            layers.append(layer)
-        return replace(plan, layers=tuple(layers))
 
     def _add_event(self, step: int, event: str, reason: str, **details: Any) -> None:
         self._outcome.events.append({"step": step, "event": event, "why": reason} | details)
@@ -218,13 +199,16 @@ class Guard:
             # Warn again only after the condition has passed.
             self._alarmed = self._alarmed | {kind} if is_so else self._alarmed - {kind}
 
+    @property
+    def _left_fp16(self) -> bool:
+        in_fp16 = any(plan.loss_scaling for plan in self.run.plans)
+        return self.run.loss_scaler is not None and not in_fp16
+
     def _can_leave_fp16(self) -> bool:
         run = self.run
-        in_fp16 = run.plan.loss_scaling and not self._left_fp16
-        return in_fp16 and resolve("bf16", run.hardware).compute_dtype == "bf16"
+        return run.plan.loss_scaling and resolve("bf16", run.hardware).compute_dtype == "bf16"
 
     def _to_bf16(self, step: int, reason: str) -> None:
-        self._left_fp16 = True
         self._tried.append("left fp16 for bf16")
         self._add_event(step, "precision", reason, precision="bf16")
         self._outcome.to_bf16 = True
@@ -237,7 +221,7 @@ class Guard:
         self.monitor.forgive()
         self._recent = []
         # A second roll-back needs a newer checkpoint, or the run would repeat itself forever.
-        saved = self._checkpoint_before(step, after=self._mended_at)
+        saved = self._saved_before(step, -1 if self._mended_at is None else self._mended_at)
         if saved is None:
             self._give_up(step, [f"Step {step}: {reason}."], finite=False)
         else:
@@ -254,12 +238,12 @@ class Guard:
         # Amid bad steps in a row, a stop may have saved a checkpoint: go back before the first.
         in_row = streak >= len(bad)
         if self._incidents == 1:
-            saved = self._checkpoint_before((bad[0] if in_row else bad[-1]).step)
+            saved = self._saved_before((bad[0] if in_row else bad[-1]).step)
             if saved is not None:
                 which_steps = "steps in a row" if in_row else f"of {_span(bad)} steps"
                 several = f"{len(bad)} {which_steps} were bad: " if len(bad) > 1 else ""
                 return self._roll_back(step, saved, bad, several + bad[-1].reason)
-        culprit, in_fp8 = self._find(bad), fp8_parts(self.run.model)
+        culprit, in_fp8 = find_culprit(self.run, bad, self.left_out), fp8_parts(self.run.model)
         if culprit is not None and culprit.layer in in_fp8 and len(self.demoted) < MOST_LAYERS:
             last = step + self.config.layer_steps if self.config.layer_steps else None
             self.demoted[culprit.layer] = last
@@ -267,26 +251,15 @@ class Guard:
             return self._leave_fp8(step, where, str(culprit), last)
         reason = f"steps went wrong in spite of all: {bad[-1].reason}"
         if in_fp8:
-            self.demoted = dict.fromkeys([*self.demoted, *self._all_in_fp8()])
+            self.demoted = dict.fromkeys([*self.demoted, *_all_in_fp8(self.run.plans)])
             return self._leave_fp8(step, {"layer": WHOLE}, reason, None)
         if self._can_leave_fp16():
             return self._to_bf16(step, reason)
         return self._stop(step, bad, culprit, in_row)
 
-    def _checkpoint_before(self, step: int, after: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint before `step`, and after `after` if given, that every rank can
-        use."""
-        ranks, folder = self.run.ranks, self.run.folder.checkpoints
+    def _saved_before(self, step: int, after: int = -1) -> Checkpoint | None:
         self.wait_for_saves()
-        saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])
-        for number in saved:  # the newest first
-            if (after or -1) < number < step:
-                checkpoint = None
-                with suppress(UserError):  # damaged, its weights are not finite, or no memory
-                    checkpoint = load_sound(checkpoints.path_of(folder, number), can_go_on)
-                if not ranks.any(checkpoint is None):
-                    return checkpoint
-        return None
+        return _checkpoint_before(self.run, step, after)
 
     def _roll_back(self, step: int, saved: Checkpoint, bad: Sequence[BadStep], reason: str) -> None:
         self.left_out |= {bad_step.step for bad_step in bad}
@@ -295,48 +268,10 @@ class Guard:
         self._outcome.back_to = saved
 
     def _leave_fp8(self, step: int, where: Row, reason: str, last: int | None) -> None:
-        precision, scope, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
-        if scope == WHOLE:
-            scope, layers = "the whole model", self._all_in_fp8()
+        precision = self.run.plan.compute_dtype
+        scope = "the whole model" if where["layer"] == WHOLE else where["layer"]
         self._tried.append(f"ran {scope} in {precision}")
         self._add_event(step, "demote", reason, **where, precision=precision, until_step=last)
-        self._outcome.leave_fp8 = tuple(layers)
-
-    def _all_in_fp8(self) -> list[str]:
-        """The layers and attention that are in FP8 in any phase."""
-        paths = (path for variant in self.run.variants for path in fp8_parts(variant.model))
-        return list(dict.fromkeys(paths))
-
-    def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
-        """The operand to blame: the operand with a bad amax, or else the one that `diagnose` finds
-        by repeating the step."""
-        slot = bad[-1].slot
-        if slot is not None:
-            layer, operand, group = _place_of(slot)
-            fault = "has an amax out of all proportion"
-            return Diagnosis(layer=layer, operand=operand, fault=fault, group=group)
-        before = range(bad[0].step - 1, 0, -1)
-        good = next((number for number in before if number not in self.left_out), 1)
-        return diagnose(self.run, bad[-1].step, good)
-
-    def _broken(self) -> str:
-        """A clause that names a weight or moment that is not finite (`LARGEST` or more), and in a
-        grouped linear the group."""
-        linears = all_linears(self.run.model)
-        for name, parameter in self.run.model.named_parameters():
-            state = plain(self.run.optimizer.state.get(parameter, {}))
-            for key, tensor in {"": parameter.detach(), **state}.items():
-                if tensor.dtype.itemsize == 1:  # quantized; broken values show in its scales
-                    continue
-                shard = local_shard(tensor)
-                largest = float(shard.abs().max()) if shard.numel() else 0.0
-                if not largest < LARGEST:
-                    tensor_name = f"the moment {key} of {name}" if key else name
-                    if isinstance(linears.get(name.rpartition(".")[0]), GroupedLinear):
-                        broken = ~(shard.abs().flatten(1).amax(1) < LARGEST)
-                        tensor_name += f"[{first_row(tensor) + int(broken.nonzero()[0])}]"
-                    return f"{tensor_name} contains {largest:.4g}"
-        return "a weight or a moment is not finite"
 
     def _stop(
         self, step: int, bad: Sequence[BadStep], culprit: Diagnosis | None, in_row: bool
@@ -355,25 +290,9 @@ class Guard:
         self.wait_for_saves()
         names = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
         saved = f"The last checkpoint is {names[0]}." if names else "No checkpoint was written yet."
-        failure = " ".join([*sentences, saved, self._remedy(finite)])
+        failure = " ".join([*sentences, saved, _remedy(self.run, finite)])
         self._add_event(step, "stop", failure)
         self._outcome.failure = failure
-
-    def _remedy(self, finite: bool) -> str:
-        config = self.run.config
-        if finite:
-            return (
-                "If the data changed there for good, raise guard.loss_factor or "
-                f"guard.deviations; else lower --lr (now {config.lr:g})."
-            )
-        if self.run.plan.loss_scaling and not self._left_fp16:
-            return f"Lower --lr (now {config.lr:g}), or use a recipe with more range: bf16, fp32."
-        in_fp32 = self.run.plan.recipe.name == "fp32"
-        cause = "" if in_fp32 else "; --recipe fp32 shows whether precision is the cause"
-        return (
-            f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), or look at "
-            f"the data of that step{cause}."
-        )
 
 
 def _span(bad: Sequence[BadStep]) -> int:
@@ -381,11 +300,42 @@ def _span(bad: Sequence[BadStep]) -> int:
     return bad[-1].step - bad[0].step + 1
 
 
-def _place_of(slot: str) -> tuple[str, str, int | None]:
-    """The layer, the operand and, in a grouped linear, the group of a slot. The slot may be of a
-    copy for one GEMM, such as `mlp.up.input.wgrad`."""
-    path, _, operand = slot.rpartition(".")
-    if operand in ("dgrad", "wgrad"):
-        path, _, operand = path.rpartition(".")
-    layer, _, number = path.rpartition(".")
-    return (layer, operand, int(number)) if number.isdecimal() else (path, operand, None)
+def _all_in_fp8(plans: Sequence[Plan]) -> list[str]:
+    """The layers and attention that are in FP8 in any recipe of a run."""
+    linears = [layer.name for plan in plans for layer in plan.layers if layer.fp8]
+    if not any(plan.recipe.fp8_attention for plan in plans):
+        return linears
+    names = (layer.name for layer in plans[0].layers)
+    return linears + [name.removesuffix(".qkv") for name in names if name.endswith(".qkv")]
+
+
+def _checkpoint_before(run: Run, step: int, after: int) -> Checkpoint | None:
+    """The newest checkpoint before `step` and after `after` that every rank can use."""
+    ranks, folder = run.ranks, run.folder.checkpoints
+    saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])
+    for number in saved:  # the newest first
+        if after < number < step:
+            checkpoint = None
+            with suppress(UserError):  # damaged, its weights are not finite, or no memory
+                checkpoint = load_sound(checkpoints.path_of(folder, number), can_go_on)
+            if not ranks.any(checkpoint is None):
+                return checkpoint
+    return None
+
+
+def _remedy(run: Run, finite: bool) -> str:
+    """A sentence on what to change. `finite`: the bad steps were spikes."""
+    config = run.config
+    if finite:
+        return (
+            "If the data changed there for good, raise guard.loss_factor or "
+            f"guard.deviations; else lower --lr (now {config.lr:g})."
+        )
+    if run.plan.loss_scaling:
+        return f"Lower --lr (now {config.lr:g}), or use a recipe with more range: bf16, fp32."
+    in_fp32 = run.plan.recipe.name == "fp32"
+    cause = "" if in_fp32 else "; --recipe fp32 shows whether precision is the cause"
+    return (
+        f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), or look at "
+        f"the data of that step{cause}."
+    )

@@ -91,10 +91,9 @@ def heap_bytes() -> tuple[int, int] | None:
 
 def words(used: Allocations, steps: int = 1) -> str:
     """The figures of so many `steps` as sentences."""
-    measured, it = ("this step", "the step") if steps == 1 else (f"these {steps} steps", "they")
     text = (
-        f"Memory in {measured}: {used.count:,} allocations of {_mib(used.bytes)} together, "
-        f"{_mib(used.peak_bytes)} at once beyond what {it} began with."
+        f"Memory in {counted(steps, 'step')}: {used.count:,} allocations of {_mib(used.bytes)} "
+        f"together, {_mib(used.peak_bytes)} at once beyond what was in use before."
     )
     if used.held_bytes and used.unused_bytes is not None:
         share = 100 * used.unused_bytes / used.held_bytes
@@ -102,10 +101,8 @@ def words(used: Allocations, steps: int = 1) -> str:
             f" The allocator holds {_mib(used.held_bytes)}, of which {_mib(used.unused_bytes)} "
             f"({share:.1f} %) lie unused between blocks in use."
         )
-    if used.fresh == 0:
-        text += " No new segment was asked of the GPU."
-    elif used.fresh is not None:
-        text += f" Segments newly asked of the GPU: {used.fresh}."
+    if used.fresh is not None:
+        text += f" Segments newly reserved on the GPU: {used.fresh}."
     if used.retries:
         text += (
             f" Memory ran out {counted(used.retries, 'time')} and caches were emptied: lower "

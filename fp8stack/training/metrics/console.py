@@ -12,8 +12,10 @@ from fp8stack import data
 from fp8stack.common.progress import Bar
 from fp8stack.common.screen import Screen
 from fp8stack.common.terminal import is_terminal, printable, say
+from fp8stack.layers.kernels.replay import records
 from fp8stack.model.config import load_config
-from fp8stack.precision.phases import EVALUATION
+from fp8stack.planning.phases import EVALUATION
+from fp8stack.training.graphs import obstacle
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run import Run
 
@@ -88,7 +90,7 @@ def describe_run(run: Run) -> list[str]:
     return [
         *run.notes,
         f"machine: {run.hardware}",
-        *(line for variant in run.variants for line in variant.plan.summary()),
+        *(line for plan in run.plans for line in plan.summary()),
         *_phases(run),
         _model(run),
         *_data(run),
@@ -96,7 +98,17 @@ def describe_run(run: Run) -> list[str]:
         *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
         *(["compiling: the first step takes a minute or so"] if run.compiled else []),
+        *_graphs(run),
     ]
+
+
+def _graphs(run: Run) -> list[str]:
+    """Whether passes are replayed as CUDA graphs, on a GPU that has them."""
+    if not records(run.accelerator.device) or not run.compiled:
+        return []
+    reason = obstacle(run)
+    passes = f"launched kernel by kernel: {reason}" if reason else "replayed from the third step on"
+    return [f"CUDA graphs: passes are {passes}"]
 
 
 def _model(run: Run) -> str:
@@ -125,17 +137,18 @@ def _data(run: Run) -> list[str]:
 
 def _phases(run: Run) -> list[str]:
     """The steps and the precision of each phase, if there are several."""
-    if len(run.schedule.phases) == 1 and run.evaluation is None:
+    schedule = run.schedule
+    if len(schedule.phases) == 1 and schedule.evaluation is None:
         return []
     spans = [
-        f"{phase.name} {phase.first} to {phase.last} in {run.variants[place].plan.precision}"
-        for phase, place in zip(run.schedule.phases, run.schedule.variants, strict=True)
+        f"{phase.name} {phase.first} to {phase.last} in {run.plans[index].precision}"
+        for phase, index in zip(schedule.phases, schedule.indices, strict=True)
     ]
-    used = {phase.name for phase in run.schedule.phases} | {EVALUATION}
+    used = {phase.name for phase in schedule.phases} | {EVALUATION}
     unused = [phase.name for phase in run.config.phases if phase.name not in used]
     spans += [f"{name} has no steps" for name in unused]
-    if run.evaluation is not None:
-        spans.append(f"validation losses in {run.evaluation.plan.precision}")
+    if schedule.evaluation is not None:
+        spans.append(f"validation losses in {run.plans[schedule.evaluation].precision}")
     return [f"phases: {', '.join(spans)}"]
 
 

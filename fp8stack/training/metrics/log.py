@@ -24,7 +24,7 @@ class MetricsLog:
         self.fp8_gemms: int | None = None  # of the last step
 
     def update_peak(self) -> None:
-        """Use the peak of the active variant from now on."""
+        """Use the peak of the plan that trains now."""
         began = time.perf_counter()
         self.peak = peak_rate(self.run.hardware, self.run.plan)
         self.pause(time.perf_counter() - began)  # measuring is not training
@@ -32,7 +32,7 @@ class MetricsLog:
     def step_done(self) -> None:
         """Count a step, and the FP8 GEMMs that it ran."""
         self._timed += 1
-        compiled = self.run.active.compiled  # compiled code does not count its GEMMs
+        compiled = self.run.model.loss.is_compiled  # compiled code does not count its GEMMs
         self.fp8_gemms = None if compiled else self.run.backend.fp8_gemms()
 
     def step_over(self, step: int) -> None:
@@ -116,7 +116,7 @@ class MetricsLog:
         mixtures = [path.removesuffix(".router") for path in run.model.config.routers]
         of_experts = [] if load is None else load.rows(step, mixtures)
         numbers = {} if load is None else load.numbers(mixtures)
-        run.folder.append_telemetry([*sample.rows, *of_experts], run.main.plan.to_json())
+        run.folder.append_telemetry([*sample.rows, *of_experts], run.main_plan.to_json())
         run.accelerator.log(sample.numbers | numbers, step=step)
 
     def seconds_left(self) -> float | None:

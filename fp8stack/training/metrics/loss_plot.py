@@ -2,31 +2,29 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.figure import Figure
 
+from fp8stack.training.metrics.read import Metrics
 
-def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
-    """A PNG of training and validation loss over steps, from rows of `metrics.jsonl`. If a step has
-    several rows, as after a roll-back, the last counts."""
-    train = _curve(metrics, "loss")
-    validation = _curve(metrics, "val_loss")
+
+def loss_plot(metrics: Metrics, title: str) -> bytes:
+    """A PNG of training and validation loss over steps."""
+    steps, losses = metrics.column("loss")
+    val_steps, val_losses = metrics.column("val_loss")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    if train:
-        steps, losses = zip(*train, strict=True)
+    if losses:
         dot = marker(steps)
         axes.plot(steps, losses, dot, color="0.8", linewidth=0.8, label="training, each step")
         axes.plot(steps, smoothed(losses), dot, color="C0", label="training, running mean")
-        usual = [*smoothed(losses), *(loss for _, loss in validation)]
+        usual = [*smoothed(losses), *val_losses]
         axes.set_ylim(*view_range(usual, losses))
-    if validation:
-        steps, losses = zip(*validation, strict=True)
-        axes.plot(steps, losses, "o-", color="C1", markersize=4, label="validation")
+    if val_losses:
+        axes.plot(val_steps, val_losses, "o-", color="C1", markersize=4, label="validation")
         axes.annotate(
-            f"{losses[-1]:.3f}",
-            (steps[-1], losses[-1]),
+            f"{val_losses[-1]:.3f}",
+            (val_steps[-1], val_losses[-1]),
             textcoords="offset points",
             xytext=(0, -14),
             ha="right",
@@ -35,16 +33,11 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_title(title, parse_math=False)  # a model's name with $ in it is a name
     axes.grid(alpha=0.3)
-    if train or validation:
+    if losses or val_losses:
         axes.legend(frameon=False)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()
-
-
-def _curve(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    values = {row["step"]: row[key] for row in metrics if row.get(key) is not None}
-    return sorted(values.items())
 
 
 def marker(points: Sequence[object]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ from torch import nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import Tokenizer
-from fp8stack.layers import RngState, build_backend
 from fp8stack.layers.compiler import is_compiled, require_compiler
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.system_memory import available_memory
-from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.datasets import read
 from fp8stack.training.distributed.parallelize import (
@@ -35,17 +33,10 @@ from fp8stack.training.init_from import weights_for
 from fp8stack.training.load import Trained
 from fp8stack.training.memory_check import Footprint, keep_freed_memory, require_memory
 from fp8stack.training.metrics.trackers import build_trackers
+from fp8stack.training.models import model_in
 from fp8stack.training.optim.grad_scaler import build_scaler
 from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
-from fp8stack.training.run import (
-    Run,
-    RunData,
-    Switch,
-    TrainingState,
-    Variant,
-    main_variant,
-    versions,
-)
+from fp8stack.training.run import Run, RunData, TrainingState, main_plan, versions
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import (
     Decided,
@@ -64,21 +55,12 @@ class Beginning:
 
     config: RunConfig
     folder: RunFolder
-    resumption: Resumption | None  # None: a new run
+    resumption: Resumption | None  # None: from step 1
     source: Trained | None  # the initial weights; None: random ones, or a checkpoint's
     tokenizer: Tokenizer | None  # the one that `config` names
     tokenizer_file: Path | None  # the `tokenizer.json` of the initial weights or the resumed run
-    tracker_note: str | None = None  # a line on trackers that are not started
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to resume from, if any."""
-        return None if self.resumption is None else self.resumption.checkpoint
-
-    @property
-    def continues(self) -> bool:
-        """Whether `folder` already holds the run."""
-        return self.resumption is not None and self.resumption.origin is None
+    continues: bool  # whether `folder` already holds the run
+    notes: tuple[str, ...]  # printed at the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,54 +94,43 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
             keep_freed_memory()
         if is_deterministic(config, hardware, any(planned.compiled)):
             _be_deterministic()
-        variants = _build_variants(planned, config)
-        # After building the models, which uses the RNG differently by recipe. Each rank draws
+        model = _build_model(planned, config)
+        # After building the model, which uses the RNG differently by recipe. Each rank draws
         # different dropout masks.
         torch.manual_seed(config.seed + ranks.index)
         accelerator = _build_accelerator(beginning, plan, ranks)
-        for variant in variants:
-            if ranks.count == 1 or config.parallel == "ddp":  # FSDP2 moves block by block
-                variant.model.to(accelerator.device)
-            if variant.compiled:
-                variant.model.compile_blocks(mode=config.compile_mode)
+        if ranks.count == 1 or config.parallel == "ddp":  # FSDP2 moves block by block
+            model.to(accelerator.device)
         loss_scaler = build_scaler(config, accelerator.device) if planned.in_fp16 else None
         if beginning.source is not None:
-            weights = weights_for(variants[0].model, beginning.source.weights)
-            restore_weights(variants[0].model, weights)
-        for variant in variants[1:]:
-            _share_buffers(variants[0].model, variant.model)
-    switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
-    wrapped: nn.Module = switch or variants[0].model
+            restore_weights(model, weights_for(model, beginning.source.weights))
+    wrapped: nn.Module = model
     if ranks.count > 1:
         _require_same_machines(planned, hardware, ranks)
         with losing_ranks():
-            wrapped = spread(wrapped, variants[0].backend, accelerator, config)
+            wrapped = spread(model, accelerator, config)
     with ranks.together():
         # After `spread`, because FSDP2 replaces the parameters.
-        optimizer = build_optimizer(variants[0].model, config)
-        identity = _identity(planned, variants, run_data)
+        optimizer = build_optimizer(model, config)
+        identity = _identity(planned, run_data)
     if ranks.count > 1:
         ranks.require_equal("copy of the data", json.dumps(identity["data"]))
-    run = Run(
+    return Run(
         config=config,
         context=planned.context,
         folder=beginning.folder,
         hardware=hardware,
         ranks=ranks,
         schedule=planned.schedule,
-        wrapped=wrapped,
-        switch=switch,
         optimizer=optimizer,
         accelerator=accelerator,
         loss_scaler=loss_scaler,
         data=run_data,
         telemetry=telemetry,
         identity=identity,
-        state=TrainingState(variants=variants),
+        state=TrainingState(plans=tuple(planned.plans), model=model, wrapped=wrapped),
         notes=tuple(_notes(beginning, planned, run_data.tokenizer, ranks.count)),
     )
-    run.use(planned.schedule.variants[0])
-    return run
 
 
 def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
@@ -180,7 +151,7 @@ def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
             require_compiler(plan, kind)
     compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
     require_optimizer(config, hardware, ranks)
-    trained = [plans[place] for place in schedule.variants]
+    trained = [plans[index] for index in schedule.indices]
     free = available_memory(hardware.device)
     footprint = Footprint(config, model, context, ranks)
     require_memory(footprint, trained, hardware, free, compiled=any(compiled))
@@ -205,44 +176,19 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _build_variants(planned: _Plans, config: RunConfig) -> tuple[Variant, ...]:
-    """Build a variant for each plan, all sharing their parameters; compiling happens later, on the
-    device. Raises a UserError if the model does not fit into the memory."""
-    multiple = max(plan.vocabulary_multiple for plan in planned.plans)
-    variants: list[Variant] = []
-    draws = RngState(config.seed)  # shared: each phase continues the counters of the one before
-    for plan, compiled in zip(planned.plans, planned.compiled, strict=True):
-        backend = build_backend(plan, draws=draws)
-        backend.weights.only_tracked_changes = True  # only the run's optimizers change them
-        backend.vocabulary_multiple = multiple
-        try:
-            model = GPT(planned.model, backend, seed=config.seed)
-        except MemoryError as error:
-            raise UserError(
-                f"Model {config.model} does not fit into the memory that is left. Choose a "
-                "smaller one."
-            ) from error
-        model.recompute = config.activation_checkpointing
-        if variants:
-            _share_parameters(variants[0].model, model)
-        variants.append(Variant(plan=plan, backend=backend, model=model, compiled=compiled))
-    return tuple(variants)
-
-
-def _share_parameters(source: nn.Module, model: nn.Module) -> None:
-    """Replace the parameters of `model` by those of `source`, which have the same names."""
-    parameters = dict(source.named_parameters(remove_duplicate=False))
-    for path, module in model.named_modules():
-        for name in module._parameters:
-            if module._parameters[name] is not None:
-                module._parameters[name] = parameters[f"{path}.{name}" if path else name]
-
-
-def _share_buffers(source: GPT, model: GPT) -> None:
-    """Replace the saved buffers of `model` by those of `source`, on their device."""
-    for name in source.config.buffer_shapes():
-        path, _, key = name.rpartition(".")
-        model.get_submodule(path)._buffers[key] = source.get_buffer(name)
+def _build_model(planned: _Plans, config: RunConfig) -> GPT:
+    """Build the model of the first phase, with the FP8 state of all phases. Raises a UserError if
+    the model does not fit into the memory."""
+    first, *later_plans = planned.plans
+    try:
+        model = model_in(first, config, planned.model, compiled=planned.compiled[0])
+    except MemoryError as error:
+        raise UserError(
+            f"Model {config.model} does not fit into the memory that is left. Choose a smaller one."
+        ) from error
+    for plan in later_plans:  # whose layers add their counters of random bits to the run's
+        model.delayed_scaling = model_in(plan, config, planned.model, model).delayed_scaling
+    return model
 
 
 def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accelerator:
@@ -305,7 +251,6 @@ def without_effect(
     profile = tuple(key for key in fields if key.startswith("profile_"))
     reasons = {
         "no phase is in fp16": () if in_fp16 else scaler,
-        "the run has no phases": () if config.phases else ("calibration_steps",),
         "clip_mode is not adaptive": () if adaptive else ("clip_percentile", "clip_window"),
         "optimizer is not sgd": () if config.optimizer == "sgd" else ("momentum",),
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
@@ -322,16 +267,16 @@ def without_effect(
     )
 
 
-def _identity(planned: _Plans, variants: Sequence[Variant], run_data: RunData) -> dict[str, Any]:
+def _identity(planned: _Plans, run_data: RunData) -> dict[str, Any]:
     """The model, recipes and data of a run, which must equal the checkpoint's on resume."""
-    recipes = [variant.plan.recipe.to_json(words=False) for variant in variants]
+    recipes = [plan.recipe.to_json(words=False) for plan in planned.plans]
     identity = {
         "model": planned.model.model_dump(mode="json"),
-        "recipe": main_variant(variants).plan.recipe.to_json(words=False),
+        "recipe": main_plan(planned.plans).recipe.to_json(words=False),
         "data": run_data.fingerprints(),
     }
     schedule = planned.schedule
-    places = {*schedule.variants, schedule.evaluation} - {None}
+    places = {*schedule.indices, schedule.evaluation} - {None}
     if len(places) > 1:  # without the guard's reference, which may come and go
         identity["recipes"] = {
             str(place): recipe for place, recipe in enumerate(recipes) if place in places

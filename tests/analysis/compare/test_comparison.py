@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO, TextIOWrapper
 from pathlib import Path
@@ -23,10 +23,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import typer
 from matplotlib.figure import Figure
 
-from fp8stack.analysis.compare import comparison, runs, settings, workload
+from fp8stack.analysis.compare import comparison, runs, settings
 from fp8stack.analysis.compare.comparison_plot import comparison_plot
 from fp8stack.analysis.compare.gaps import (
     Judging,
@@ -37,16 +36,12 @@ from fp8stack.analysis.compare.gaps import (
     summarize,
 )
 from fp8stack.analysis.compare.intervals import Interval, pairs_needed, student_factor
-from fp8stack.analysis.compare.run_results import RunFigures, WorstSqnr, read_run, worst_sqnr
+from fp8stack.analysis.compare.run_results import RunFigures, read_run
 from fp8stack.analysis.compare.runs import Ended
-from fp8stack.cli.app import app
-from fp8stack.data.tokenizer import Tokenizer, load_tokenizer
-from fp8stack.model.config import load_config
-from fp8stack.planning.run_config import parse_config
-from fp8stack.precision import Hardware, Plan
+from fp8stack.analysis.compare.settings import Comparison, Options, comparison_of
+from fp8stack.planning.run_config import RunConfig, parse_config
 from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.dataloader import batches
-from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, contents, exit_code, losses, metrics
@@ -140,26 +135,18 @@ def test_what_went_wrong_comes_before_any_figure():
     assert verdict == "diverged at step 7 (seed 0), 7 (seed 1), baseline"
 
 
-def test_speed_memory_skips_and_sqnr_are_gathered_over_seeds():
-    worst = [WorstSqnr(db=db, layer=f"l{db:.0f}", operand="input", step=9) for db in (31.0, 25.0)]
+def test_speed_memory_and_skips_are_gathered_over_seeds():
     runs = [
         run("mxfp8", seed, 2.0, tokens_per_s=speed, peak_memory_gib=gib, skips=skips,
-            worst_sqnr=sqnr, events={"skip": skips}, fp8_gemms=48)
-        for seed, speed, gib, skips, sqnr in [
-            (0, 50.0, 1.0, 2, worst[0]), (1, 60.0, 3.0, 1, worst[1]), (2, 90.0, 2.0, 0, None),
-        ]
+            events={"skip": skips}, fp8_gemms=48)
+        for seed, speed, gib, skips in [(0, 50.0, 1.0, 2), (1, 60.0, 3.0, 1), (2, 90.0, 2.0, 0)]
     ]  # fmt: skip
     row = of(*runs, base=[figures.model_copy(update={"tokens_per_s": 120.0}) for figures in BASE])
     assert (row.tokens_per_s, row.relative_speed, row.peak_memory_gib) == (60.0, 0.5, 3.0)
     assert (row.skips, row.events, row.fp8_gemms) == (3, {"skip": 3}, 48)
-    expected = {"db": 25.0, "layer": "l25", "operand": "input", "step": 9, "seed": 1}
-    assert row.worst_sqnr == expected
 
 
-def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
-    names = ["fp32", *(f"r{n}" for n in range(6)), "$_{$"]
-    runs = [run(name, seed, 2 + 0.01 * seed) for name in names for seed in range(3)]
-    runs[-1] = run(names[-1], 2, None, diverged_at=1)
+def test_the_plot_has_the_gaps_or_says_that_none_is_known(monkeypatch):
     drawn: list[Figure] = []
     save = Figure.savefig
 
@@ -168,39 +155,26 @@ def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
         save(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", saved)
+    names = ["fp32", *(f"r{n}" for n in range(6)), "$_{$"]
+    runs = [run(name, seed, 2 + 0.01 * seed) for name in names for seed in range(3)]
     pngs = [comparison_plot(summarize(runs, names, "fp32"), "fp32", "title") for _ in range(2)]
     assert pngs[0].startswith(b"\x89PNG")
     assert pngs[0] == pngs[1]
-    losses_panel, gaps_panel = drawn[0].axes
-    lines = losses_panel.get_lines()
-    styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}
-    assert len(styles) == len(lines) == 8
-    assert [text.get_text() for text in losses_panel.get_legend().get_texts()] == names
-    assert [label.get_text() for label in gaps_panel.get_yticklabels()] == names[1:]
-    assert losses_panel.get_ylim()[1] < 9  # what diverged does not set the scale
-
-
-def test_a_plot_says_what_it_does_not_know_and_shortens_long_names(monkeypatch):
-    drawn: list[Figure] = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *arguments, **options: drawn.append(figure)
-    )
+    assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == names[1:]
     names = ["fp32", "recipes/in/a/folder/that/has/a/long/path/mine.toml"]
-    for curve in ((), ((1, 5.0), (2, 9.0))):
-        runs = [run(name, 0, None, diverged_at=2, curve=curve) for name in names]
-        comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
-        losses_panel, gaps_panel = drawn[-1].axes
-        (message,) = gaps_panel.texts
-        assert "no gap to fp32 is known" in message.get_text()
-        assert "long/path/mine.toml: diverged at step 2 (seed 0)" in message.get_text()
-        if curve:
-            labels = [text.get_text() for text in losses_panel.get_legend().get_texts()]
-            assert labels[0] == "fp32 (diverged at step 2 (seed 0), baseline)"
-            assert len(labels[1].partition(" (")[0]) == 32
-        else:
-            assert [text.get_text() for text in losses_panel.texts] == [
-                "no run has a validation loss"
-            ]
+    runs = [run(name, 0, None, diverged_at=2) for name in names]
+    comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
+    (message,) = drawn[-1].axes[0].texts
+    assert "no gap to fp32 is known" in message.get_text()
+    assert "long/path/mine.toml: diverged at step 2 (seed 0)" in message.get_text()
+
+
+def test_a_verdict_names_the_time_that_is_expected():
+    gap = Interval(mean=0.1, half_width=0.6, samples=3, deviation=0.4)
+    judging = Judging(margin=0.5, adding=True)
+    more = pairs_needed(0.4, 0.5) - 3
+    text = judged(gap, "fp32", judging, pair_s=1200)
+    assert (text, more) == ("not known yet: ± 0.60 %, about 4 more pairs (80 min) for ± 0.5 %", 4)
 
 
 # Reading a run folder
@@ -279,48 +253,18 @@ def test_the_compute_dtype_of_a_run_is_that_of_its_last_phase(tmp_path):
         assert read(rows, 1).plan["compute_dtype"] == dtype
 
 
-def operand(number: int, db: float | None, layer: str = "up", **more: Any) -> dict:
-    usual = {"operand": "input", "recipe": "delayed", "what_if": False}
-    return {"step": number, "layer": layer, "sqnr_db": db} | usual | more
-
-
-def test_the_worst_sqnr_is_of_the_runs_own_recipe_and_not_of_the_first_sample(tmp_path):
-    path = tmp_path / "telemetry.jsonl"
-    rows: list[dict] = [
-        {"event": "plan", "plan": {}}, {"step": 1, "fp8_gemms": 48}, operand(1, 3.0),
-        operand(50, None), operand(50, 30.0), operand(50, 22.5, "down", operand="grad_output"),
-        operand(50, 1.0, what_if=True, recipe="bf16"), operand(100, 28.0),
-    ]  # fmt: skip
-    write_lines(path, rows)
-    with path.open("a") as stream:
-        stream.write('{"step": 150, "oper')
-    assert worst_sqnr(path) == WorstSqnr(db=22.5, layer="down", operand="grad_output", step=50)
-    write_lines(path, rows[2:3])
-    assert worst_sqnr(path) is None
-    assert worst_sqnr(tmp_path / "none") is None
-
-
-def test_the_worst_sqnr_is_of_the_last_recipe_and_not_of_its_first_sample(tmp_path):
-    rows = [
-        operand(1, 3.0, recipe="nvfp4"), operand(50, 12.0, recipe="nvfp4"), operand(100, 5.0),
-        operand(150, 30.0), operand(200, 28.0), operand(200, 1.0, what_if=True, recipe="bf16"),
-    ]  # fmt: skip
-    write_lines(tmp_path / "telemetry.jsonl", rows)
-    expected = WorstSqnr(db=28.0, layer="up", operand="input", step=200)
-    assert worst_sqnr(tmp_path / "telemetry.jsonl") == expected
-
-
 # Bad input: more of it in tests/faults/inputs/input_flags.py
 
 BAD = {
     "empty name": (["--recipes", "fp32,,bf16"], "has an empty name"),
-    "twice by path": (["--recipes", "delayed,x/delayed.toml"], "names 'delayed' twice"),
+    "one": (["--recipes", "fp32"], "fp32 is one recipe, and a gap is the difference of two"),
     "two files of a name": (["--recipes", "a/d.toml,b/d.toml"], "one of the two another file na"),
     "no file": (["--recipes", "fp32,none.toml"], "none.toml"),
     "baseline": (["--baseline", "mxfp8"], "--baseline mxfp8 is not among the recipes: fp32"),
-    "run": (["--out", "run"], "run holds a single run"),
+    "margin": (["--margin", "-1"], "--margin '-1' is no share in percent. Example: --margin 0.25%"),
+    "run": (["--out", "run"], "run/run.toml is in the way"),
     "in the way": (["--out", "other"], "other/runs is in the way"),
-    "damaged": (["--out", "damaged"], "compare.json is no comparison's"),
+    "damaged": (["--out", "damaged"], "compare.json is no comparison's, or is damaged"),
     "model": (["--model", "gpt-nan"], "Did you mean 'gpt-nano'?"),
     "recipe": (["--set", "recipe=bf16"], "Give --recipes instead"),
     "context": (["--context", "4096"], "--context 4096 is more than the 128"),
@@ -332,6 +276,12 @@ BAD = {
     ),
     "backend": (["--backend", "tee"], "backend = 'tee'"),
     "overrides": (["--set", "recipe_overrides.margin=1"], "margin changes nothing"),
+    "all shared": (["--shared", "100%"], "no step is left to compare. Example: --shared 25%"),
+    "no share": (["--shared", "some"], "--shared 'some' is no share in percent"),
+    "phases": (["--shared", "10%", "--set", "phases=default"], "--shared makes phases of its own"),
+    "none shared": (["--shared", "1%"], "--shared 1%: of 12 steps that is none. Give more --steps"),
+    "no step": (["--shared", "97%"], "recipe 'bf16' runs in no step: phases shared 1 to 12"),
+    "none of phases": (["--set", "phases=conservative"], "recipe 'bf16' runs in no step: phases w"),
 }
 
 
@@ -343,7 +293,8 @@ def test_bad_input_is_one_line_before_anything_is_trained(case, refused, tmp_pat
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "compare.json").write_text('{"asked": {}}')
     flags, expected = BAD[case]
-    assert expected in refused("compare", "--recipes", "fp32", "--out", "c", *SMALL, *flags)
+    assert expected in refused("compare", "--recipes", "fp32,bf16", "--out", "c", *SMALL, *flags)
+    assert not (tmp_path / "c").exists()
 
 
 # Whole comparisons
@@ -434,7 +385,7 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(finished):
     assert recipe["tokens_per_s"] > 0
     assert recipe["peak_memory_gib"] > 0
     assert saved["machine"]["torch"] == torch.__version__
-    assert saved["command"].startswith("fp8stack compare --recipes fp32,delayed --steps 12")
+    assert saved["command"].startswith("fp8stack compare --recipes fp32,delayed --out /")
     assert (path / "compare.png").read_bytes().startswith(b"\x89PNG")
     page = (path / "compare.md").read_text()
     assert page.startswith(f"`{saved['command']}`")
@@ -447,29 +398,15 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(finished):
     assert saved["gap_note"] == note
     assert note in page
     assert f"\ngap: {note}\n" in printed
-    assert printed.startswith("4 runs of 12 steps: 6,144 tokens, ")
-    assert "delayed, seed 0: validation loss " in printed
-    assert "; 2 runs to do, about " in printed
     assert saved["config"]["final_eval_windows"] == 16
     assert "on at most 16 held-out windows" in page
-    assert "[4/4] delayed, seed 1: validation loss " in printed
+    assert printed.startswith("[1/4] fp32, seed 0: validation loss ")
+    assert "\n[4/4] delayed, seed 1: validation loss " in printed
     assert "delayed-emulated (emulate)  4/5" in printed
     assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  within 0.25 % of fp32" in printed
     assert all(row["events"] == {} for row in saved["runs"])
     assert all(row["seconds"] > 0 for row in saved["runs"])
     assert "\ndelayed: delayed needs an FP8 GPU" in printed
-
-
-def test_where_there_is_no_terminal_a_tenth_of_a_run_is_a_line(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    with runs.Progress() as progress:
-        look = runs._follow(path, 20, lambda text, share, _: progress.step(f"a | {text}", share))
-        for number in range(1, 21):
-            write_lines(path, [step(n + 1) for n in range(number)])
-            look()
-        progress.note("a: done")
-    lines = [line.partition(" | ETA ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert lines == [*(f"a | step {n}/20 | loss 3.0000" for n in range(2, 21, 2)), "a: done"]
 
 
 class StepByStep(InProcess):
@@ -501,6 +438,7 @@ def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeyp
     assert command("compare", *ask, "--out", "c") == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [line for line in printed if " | step " in line]
+    assert len(lines) == 40  # one for each tenth of a run
     time_left = {line.partition(" | loss")[0]: line.partition(" | all runs: ")[2] for line in lines}
     # A run takes 20 s or 40 s; one in a recipe that was not seen is taken for one like those seen.
     assert time_left["[1/4] fp32, seed 0 | step 1/10"] == "n/a"
@@ -516,63 +454,55 @@ def test_the_runs_of_a_comparison_are_those_of_pretrain(finished, command, tmp_p
     assert losses(tmp_path / "r") == losses(finished[0] / "runs" / "delayed-seed1")
 
 
-def test_recipes_share_the_first_steps_of_a_seed(finished, command, tmp_path, refused):
+def test_recipes_share_the_first_steps_of_a_seed(finished):
     """A quarter of 12 steps in the baseline's recipe, to the bit; then each goes its own way."""
     folders = [finished[0] / "runs" / f"{name}-seed0" for name in ("fp32", "delayed")]
     fp32, delayed = map(losses, folders)
     assert fp32[:3] == delayed[:3]
-    assert not any(
-        fp32_row[1] == delayed_row[1]
-        for fp32_row, delayed_row in zip(fp32[3:], delayed[3:], strict=True)
-    )
-    assert [row["phase"] for row in metrics(folders[1]) if "loss" in row] == 3 * ["shared"] + 9 * [
-        "compared"
-    ]
+    assert not any(a[1] == b[1] for a, b in zip(fp32[3:], delayed[3:], strict=True))
+    phases = [row["phase"] for row in metrics(folders[1]) if "loss" in row]
+    assert phases == 3 * ["shared"] + 9 * ["compared"]
     assert report(finished[0])["config"]["guard"]["quality"] == 0
-    # No steps are shared with --shared 0%, or if the runs begin with given weights.
-    words = ["--recipes", "fp32,delayed", "--seeds", "1", *SMALL, "--out", "d"]
-    for flags, phases in ((["--shared", "0%"], 0), (["--shared", "50%"], 2)):
-        prepared = settings.prepare(
-            "fp32,delayed", 1, str(tmp_path / "e"), None, {"steps": 12}, SETS, shared=flags[1]
-        )
-        assert len(prepared.config.phases) == phases
-    for flags, message in (
-        (["--shared", "100%"], "--shared 100%: no step is left to compare. Example: --shared 25%"),
-        (["--shared", "some"], "--shared 'some' is no share in percent. Example: --shared 25%"),
-        (["--shared", "10%", "--set", "phases=default"], "--shared makes phases of its own"),
-        (["--shared", "1%"], "--shared 1%: of 12 steps that is none. Give more --steps"),
-        (["--shared", "97%"], "recipe 'delayed' runs in no step: phases shared 1 to 12 in fp32."),
-        (["--set", "phases=conservative"], "recipe 'delayed' runs in no step: phases warmup 1"),
-    ):
-        assert message in refused("compare", *words, *flags)
 
 
-def test_the_shared_steps_have_the_overrides_of_all_runs(tmp_path):
-    sets = [*SETS, "recipe.residual=bf16"]
-    for steps, phases in ((12, 2), (1, 0)):  # of one step, a quarter is none
-        flags = {"steps": steps, "batch": 4, "context": 32}
-        request = settings.prepare("fp32,delayed", 1, str(tmp_path / "c"), None, flags, sets)
-        assert len(request.config.phases) == phases
-        for phase in request.config.phases[:1]:
-            assert (phase.recipe, phase.recipe_overrides) == ("fp32", {"residual": "bf16"})
+def prepared(out: Path, shared: str | None = None, *sets: str, **flags: Any) -> Comparison:
+    flags = {"steps": 12, "batch": 4, "context": 32, "out": str(out)} | flags
+    config = parse_config(None, flags, [*SETS, *sets])
+    return comparison_of(config, Options(recipes="fp32,delayed", seeds=2, shared=shared))
 
 
-def test_a_comparison_goes_on_with_the_steps_it_shared(copy, command, trained, refused):
-    """Also under another baseline, and one that shared none."""
-    assert command("compare", "--out", "c", *AGAIN, "--baseline", "delayed") == 0
-    assert report(copy)["config"]["phases"][0]["recipe"] == "fp32"
-    error = refused("compare", "--out", "c", *AGAIN, "--shared", "50%")
-    assert "holds another comparison, whose runs share 25% of their steps" in error
-    assert command("compare", "--out", "c", *AGAIN, "--shared", "25%") == 0
+@pytest.mark.parametrize(
+    ("shared", "steps", "phases"),
+    [(None, 12, 2), ("50%", 12, 2), ("0%", 12, 0), (None, 1, 0)],  # of one step, a quarter is none
+)
+def test_the_shared_steps_have_the_overrides_of_all_runs(shared, steps, phases, tmp_path):
+    config = prepared(tmp_path / "c", shared, "recipe.residual=bf16", steps=steps).config
+    assert len(config.phases) == phases
+    for phase in config.phases[:1]:
+        assert (phase.recipe, phase.recipe_overrides) == ("fp32", {"residual": "bf16"})
+
+
+def test_a_comparison_goes_on_with_its_settings_where_none_are_given(
+    copy, command, trained, refused
+):
+    """Also under another baseline, and one that shared no steps."""
+    again = ["--recipes", "fp32,delayed", "--seeds", "2"]
+    before = report(copy)["config"]
+    assert command("compare", "--out", "c", *again, "--baseline", "delayed") == 0
+    assert report(copy)["config"] == before
+    assert before["phases"][0]["recipe"] == "fp32"
+    error = refused("compare", "--out", "c", *again, "--shared", "50%")
+    assert "--shared is 50% here and 25% there" in error
+    assert command("compare", "--out", "c", *again, "--shared", "25%") == 0
     saved = report(copy)
     del saved["config"]["phases"]
-    saved["config"]["guard"]["quality"] = 0.01
     (copy / "compare.json").write_text(json.dumps(saved))
     assert command("compare", "--out", "c", *AGAIN, "--seeds", "3") == 0
     assert report(copy)["config"]["phases"] == []
+    assert trained == ["fp32-seed2", "delayed-seed2"]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
 def test_a_seed_gives_every_recipe_the_same_first_weights_and_batches(recipe, tmp_path):
     states = {}
     for name, seed in (("fp32", 1), (recipe, 1), ("other", 2)):
@@ -614,153 +544,89 @@ def test_what_is_done_is_not_done_again(copy, command, capsys):
     assert rows[0]["gap_percent"]["mean"] == pytest.approx(-gap, abs=1e-3)
 
 
+def train_nothing(patch: pytest.MonkeyPatch, failing: Collection[str] = ()) -> list[str]:
+    """Replace training by writing metrics. Returns the names of the runs, as they are trained."""
+    names: list[str] = []
+
+    def pretend(run: RunConfig, *arguments: object) -> Ended:
+        path = Path(run.out or "")
+        names.append(path.name)
+        folder(path, [step(12, 3.0, val_loss=4.9)])
+        return Ended(exit=1, error="Killed") if path.name in failing else Ended(exit=0, error="")
+
+    patch.setattr(comparison, "train", pretend)
+    return names
+
+
 @pytest.fixture
 def trained(monkeypatch) -> list[str]:
     """The names of the runs that a comparison trains, by a stand-in that only writes metrics."""
-    names: list[str] = []
-
-    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
-        names.append(job.name)
-        folder(compared.folder(job).path, [step(12, 3.0, val_loss=4.9)])
-        return Ended(exit=0, error="")
-
-    monkeypatch.setattr("fp8stack.analysis.compare.comparison.train", pretend)
-    return names
+    return train_nothing(monkeypatch)
 
 
 def test_a_run_that_fails_beside_others_gives_exit_code_1_and_is_trained_again(
     command, monkeypatch, capsys
 ):
-    trained_names, failing = [], {"delayed-seed1"}
-
-    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
-        trained_names.append(job.name)
-        folder(compared.folder(job).path, [step(12, 3.0, val_loss=4.9)])
-        failed = job.name in failing
-        return Ended(exit=1 if failed else 0, error="Killed" if failed else "")
-
-    monkeypatch.setattr(comparison, "train", pretend)
+    failing = {"delayed-seed1"}
+    names = train_nothing(monkeypatch, failing)
     assert command("compare", "--out", "c", *AGAIN) == 1
     printed = capsys.readouterr().out
     assert "1 of 4 runs failed. delayed-seed1: Killed. All that the runs printed is in " in printed
     assert "failed (seed 1)" in printed
     failing.clear()
-    trained_names.clear()
+    names.clear()
     assert command("compare", "--out", "c", *AGAIN) == 0
-    assert trained_names == ["delayed-seed1"]
+    assert names == ["delayed-seed1"]
 
 
-def prepared(out: Path, *sets: str) -> settings.Comparison:
-    flags = {"steps": 12, "batch": 4, "context": 32}
-    return settings.prepare("fp32,delayed", 2, str(out), None, flags, [*SETS, *sets])
-
-
-def test_the_cost_of_runs_is_said_before_they_begin(tmp_path, monkeypatch):
-    """At 1 GFLOP/s in fp32 and 2 in the other recipe, of runs that evaluate after every step."""
-    request = prepared(tmp_path / "c")
-
-    def peak(hardware: Hardware, plan: Plan) -> Peak:
-        return Peak(tflops=0.001 if plan.recipe.name == "fp32" else 0.002, name="")
-
-    monkeypatch.setattr(workload, "peak_rate", peak)
-    model = load_config(request.config.model, request.config.model_overrides)
-    evaluated = (11 * 4 + 16) * 32
-    flops = model.flops_per_token(32) * (12 * 4 * 32 + evaluated / 3)
-    text = workload.workload(request, {"fp32": 200, "delayed": 100}, {"fp32": 9.0})
-    seconds = (200 + 100 / 2) * flops / 1e9
-    assert 90 < seconds < 5400
-    assert text == (
-        f"300 runs of 12 steps: 460,800 tokens, {300 * flops / 1e12:.2g} TFLOP; "
-        f"{seconds / 60:.0f} min or more, at the peak rates of this machine"
-    )
-    monkeypatch.setattr(workload, "peak_rate", lambda *_: Peak(tflops=None, name="no peak known"))
-    assert workload.workload(request, {"fp32": 1}, {}).endswith(" TFLOP")
-    text = workload.workload(request, {"fp32": 2}, {"fp32": 20.0})
-    assert text.endswith(" TFLOP; about 40 s, as earlier runs took")
-
-
-def test_a_named_tokenizer_is_loaded_once(tmp_path, monkeypatch):
-    names: list[str] = []
-
-    def load(name: str) -> Tokenizer:
-        names.append(name)
-        return load_tokenizer(name)
-
-    monkeypatch.setattr("fp8stack.training.datasets.load_tokenizer", load)
-    prepared(tmp_path / "c", "tokenizer=bytes")
-    assert names == ["bytes"]
-
-
-def test_runs_of_another_machine_are_not_compared_with(copy, command, trained, refused):
-    (copy / "compare.json").write_text(
-        json.dumps(report(copy) | {"machine": report(copy)["machine"] | {"machine": "an H100"}})
-    )
-    before = contents(copy)
-    error = refused("compare", "--out", "c", "--recipes", "fp32,delayed,current", *AGAIN[2:])
-    assert "c was begun on an H100, and this is " in error
-    assert contents(copy) == before
-    assert command("compare", "--out", "c", *AGAIN) == 0  # all is trained
-    assert report(copy)["machine"]["machine"] == "an H100"
-    assert trained == []
-
-
-def test_a_failed_run_that_another_machine_has_begun_is_not_gone_on_with(copy, refused):
+def test_runs_of_another_machine_are_not_compared_with(copy, refused):
     saved = report(copy)
-    for run in saved["runs"]:
-        run["exit"] = 4
-    machine = saved["machine"] | {"machine": "an H100"}
-    (copy / "compare.json").write_text(json.dumps(saved | {"machine": machine}))
-    assert "begun on an H100" in refused("compare", "--out", "c", *AGAIN)
-
-
-def test_a_baseline_may_be_given_by_its_file(command, trained):
-    Path("mine.toml").write_text('like = "current"\n')
-    words = ["--recipes", "fp32,mine.toml", "--baseline", "mine.toml", "--seeds", "1", *SMALL]
-    assert command("compare", "--out", "c", *words) == 0
-    assert report(Path("c"))["asked"]["baseline"] == "mine"
+    saved["machine"]["machine"] = "an H100"
+    (copy / "compare.json").write_text(json.dumps(saved))
+    before = contents(copy)
+    assert "c was begun on an H100, and this is " in refused("compare", "--out", "c", *AGAIN)
+    assert contents(copy) == before
 
 
 def test_a_recipe_is_compared_by_the_plan_of_its_own_phases():
     config = parse_config(None, {"steps": 40, "phases": "default"})
-    assert settings._plan(config, "mxfp8").recipe.name == "mxfp8"
+    assert settings._recipe_table(config, "mxfp8")["name"] == "mxfp8"
 
 
 def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):
     (copy.parent / "mine.toml").write_text('like = "current"\n')
-    more = ["--recipes", "fp32,mine.toml,delayed"]
+    more = ["--recipes", "fp32,mine.toml,delayed", "--baseline", "mine.toml"]
     assert command("compare", "--out", "c", *AGAIN, *more) == 0
     assert trained == ["mine-seed0", "mine-seed1"]
     done_by_recipe = [(row["recipe"], row["done"]) for row in report(copy)["recipes"]]
     assert done_by_recipe == [("fp32", 2), ("mine", 2), ("delayed", 2)]
+    assert report(copy)["asked"]["baseline"] == "mine"
     # The file's contents are part of what is compared.
     (copy.parent / "mine.toml").write_text('like = "block"\n')
     error = refused("compare", "--out", "c", *AGAIN, *more)
     assert "recipes.mine.quantizers." in error
 
 
-# `contents.recipes` before recipes were tables of quantizers.
-OLD_RECIPES: dict[str, dict[str, Any]] = {
-    "fp32": {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"},
-    "delayed": {
-        "name": "delayed", "attention": "compute", "head": False, "exclude": [],
-        "exclude_first_blocks": 0, "exclude_last_blocks": 0, "forward_format": "e4m3",
-        "backward_format": "e5m2", "scaling": "delayed", "margin": 0, "history_length": 1024,
-        "amax_algorithm": "max",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", [{"asked": {"seeds": 2}}, {"runs": [5]}, {"config": None}])
-def test_a_report_with_a_wrong_value_is_refused(change, copy, refused):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"asked": {"seeds": 2}}, "compare.json is no comparison's, or is damaged"),
+        ({"runs": [5]}, "compare.json is no comparison's, or is damaged"),
+        ({"config": {}}, "batch is 4 here and None there"),
+        ({"asked": {"recipes": {"fp32": "fp32"}, "seeds": 5}}, "seeds is 2 here and 5 there"),
+        ({"asked": {"recipes": {"bf16": "bf16"}, "seeds": 2}}, "recipe 'bf16' is missing here"),
+    ],
+)
+def test_a_report_that_does_not_fit_is_refused(change, message, copy, refused):
     (copy / "compare.json").write_text(json.dumps(report(copy) | change))
-    error = refused("compare", "--out", "c", *AGAIN)
-    assert "compare.json is no comparison's, or is damaged" in error
+    assert message in refused("compare", "--out", "c", *AGAIN)
 
 
-def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused):
+def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused, capsys):
+    """Without a key that came later, and with one that is gone."""
     saved = report(copy)
-    saved["contents"]["recipes"] = OLD_RECIPES
-    del saved["config"]["final_eval_windows"]
+    del saved["config"]["final_eval_windows"], saved["asked"]["adding"]
+    saved["config"]["debug_steps"] = 0
     (copy / "compare.json").write_text(json.dumps(saved))
     more = ["--seeds", "3", "--set", "final_eval_windows=8"]
     error = refused("compare", "--out", "c", *AGAIN, *more)
@@ -769,26 +635,13 @@ def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, 
     assert trained == ["fp32-seed2", "delayed-seed2"]
     assert report(copy)["config"]["final_eval_windows"] is None  # alike in all its runs
     # Its recipes must still be the same.
-    saved["contents"]["recipes"] = OLD_RECIPES | {
-        "delayed": OLD_RECIPES["delayed"] | {"history_length": 16}
-    }
+    saved["contents"]["recipes"]["delayed"]["attention"] = "delayed"
     (copy / "compare.json").write_text(json.dumps(saved))
-    error = refused("compare", "--out", "c", *AGAIN)
-    assert "history_length is 1024 here and 16 there" in error
+    assert "recipes.delayed.attention is " in refused("compare", "--out", "c", *AGAIN)
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_added_seeds_are_all_that_is_trained_and_intervals_are_wider_then(
-    older, copy, command, trained
-):
+def test_added_seeds_are_all_that_is_trained_and_intervals_are_wider_then(copy, command, trained):
     assert report(copy)["asked"]["adding"] is False
-    if older:  # a comparison of before, whose seeds had been added
-        saved = report(copy)
-        del saved["asked"]["adding"]
-        saved["asked"]["always_valid"] = True
-        (copy / "compare.json").write_text(json.dumps(saved))
-        assert command("compare", "--out", "c", *AGAIN) == 0
-        assert report(copy)["asked"]["adding"] is True
     for seeds in ("4", "4"):  # and they stay so
         assert command("compare", "--out", "c", *AGAIN, "--seeds", seeds) == 0
         assert report(copy)["asked"]["adding"] is True
@@ -800,31 +653,6 @@ def test_added_seeds_are_all_that_is_trained_and_intervals_are_wider_then(
     assert gap["half_width"] == pytest.approx(student_factor(4, adding=True) * gap["deviation"])
 
 
-def test_seeds_that_an_older_version_added_until_intervals_were_narrow_are_kept(
-    copy, command, trained
-):
-    saved = report(copy)
-    saved["asked"] |= {"seeds": 1, "until": 0.5, "adding": True}
-    (copy / "compare.json").write_text(json.dumps(saved))
-    assert command("compare", "--out", "c", *AGAIN, "--seeds", "1") == 0
-    assert trained == []
-    assert [(row["done"], row["seeds"]) for row in report(copy)["recipes"]] == [(2, 2)] * 2
-    assert ", 2 seeds;" in (copy / "compare.md").read_text()
-
-
-def test_a_margin_that_is_none_is_refused(refused):
-    message = "--margin '-1' is no share in percent. Example: --margin 0.25%"
-    assert message in refused("compare", "--out", "c", *SMALL, "--margin", "-1")
-
-
-def test_a_verdict_names_the_time_that_is_expected():
-    gap = Interval(mean=0.1, half_width=0.6, samples=3, deviation=0.4)
-    judging = Judging(margin=0.5, adding=True)
-    more = pairs_needed(0.4, 0.5) - 3
-    text = judged(gap, "fp32", judging, pair_s=1200)
-    assert (text, more) == ("not known yet: ± 0.60 %, about 4 more pairs (80 min) for ± 0.5 %", 4)
-
-
 def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, refused):
     (copy.parent / "other.txt").write_text("some other text\n" * 500)
     before = contents(copy)
@@ -832,7 +660,7 @@ def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, ref
         (["--steps", "13"], "steps is 13 here and 12 there"),
         (["--lr", "0.1"], "lr is 0.1 here and 0.003 there"),
         (["--seeds", "1"], "seeds is 1 here and 2 there"),
-        (["--recipes", "fp32"], "recipe 'delayed' is missing here"),
+        (["--recipes", "fp32,bf16"], "recipe 'delayed' is missing here"),
         (["--data", "other.txt"], "data is "),
         (["--set", "model_overrides.layers=2"], "model_overrides.layers is 2 here and 1 there"),
         (["--set", "guard.enabled=false"], "guard.enabled is False here and True there"),
@@ -922,12 +750,13 @@ def _is_pending(number: int, process: int) -> bool:
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("lr", "exit"), [("10.0", 0), ("1e6", 5)], ids=["hopeless", "not finite"])
 def test_a_run_that_diverges_is_a_result(lr, exit, command, tmp_path, capsys):
-    flags = ["--recipes", "fp32", "--seeds", "1", "--lr", lr, "--set", "guard.enabled=false"]
+    flags = ["--recipes", "fp32,bf16", "--seeds", "1", "--lr", lr]
+    flags += ["--set", "guard.enabled=false"]
     flags += ["--set", "schedule=constant", "--set", "clip=0.0"]
     assert command("compare", "--out", "c", *SMALL, *flags) == 0
     printed = capsys.readouterr().out
     saved = report(tmp_path / "c")
-    assert [row["exit"] for row in saved["runs"]] == [exit]
+    assert [row["exit"] for row in saved["runs"]] == [exit, exit]
     diverged_at = saved["runs"][0]["diverged_at"]
     assert 1 <= diverged_at <= 12
     assert saved["recipes"][0]["verdict"] == f"diverged at step {diverged_at} (seed 0), baseline"
@@ -935,7 +764,7 @@ def test_a_run_that_diverges_is_a_result(lr, exit, command, tmp_path, capsys):
     assert saved["recipes"][0]["val_loss"] is None
     # It would diverge again: it is not trained again.
     assert command("compare", "--out", "c", *SMALL, *flags) == 0
-    assert "done before" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("done before") == 2
 
 
 @pytest.mark.usefixtures("in_process")
@@ -943,7 +772,7 @@ def test_runs_that_all_fail_end_in_one_line_and_a_table(command, tmp_path, capsy
     tokens = np.tile(np.arange(200, dtype="<u2"), 40)
     tokens[3000] = 999  # seen only once a batch holds it
     tokens.tofile(tmp_path / "t.bin")
-    flags = ["--recipes", "fp32", "--seeds", "1", "--data", "t.bin", "--steps", "400"]
+    flags = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", "t.bin", "--steps", "400"]
     assert command("compare", "--out", "c", *SMALL, *flags, "--set", "eval_every=400") == 2
     error = capsys.readouterr().err
     assert "No run came to its end. fp32-seed0: " in error
@@ -974,29 +803,13 @@ def test_all_runs_begin_with_the_weights_of_a_checkpoint(command, tmp_path, refu
     assert "width is 64 here and 32" in error
 
 
-@pytest.mark.parametrize("compile", [True, False])
-def test_the_command_that_is_told_asks_for_the_same(compile, monkeypatch):
-    flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--device", "cpu"]
-    flags += [
-        *SMALL,
-        "--compile" if compile else "--no-compile",
-        "--baseline",
-        "bf16",
-        "--seeds",
-        "4",
-    ]
-    flags += ["--margin", "1%", "--shared", "10%"]
-    calls = []
-    monkeypatch.setattr(
-        settings, "prepare", lambda *options, **keywords: calls.append((options, keywords))
-    )
-    monkeypatch.setattr("fp8stack.analysis.compare.comparison.compare", lambda options: 0)
-    parse = typer.main.get_command(app)
-    parse(["compare", *flags], standalone_mode=False)
-    (recipes, seeds, out, baseline, flags, sets), keywords = calls[0]
-    options = {**flags, "seeds": seeds, "baseline": baseline, **keywords}
-    command = settings._command(recipes, out, options, sets)
-    parse(shlex.split(command)[1:], standalone_mode=False)
+def test_the_command_that_is_told_asks_for_the_same(command, monkeypatch):
+    flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--no-compile", *SMALL]
+    flags += ["--baseline", "bf16", "--seeds", "4", "--margin", "1%", "--shared", "10%"]
+    calls: list[Comparison] = []
+    monkeypatch.setattr(comparison, "compare", calls.append)
+    assert command("compare", *flags) == 0
+    assert command(*shlex.split(calls[0].command)[1:]) == 0
     assert calls[0] == calls[1]
-    assert calls[0][0][4]["compile"] is compile
-    assert keywords == {"shared": "10%", "margin": "1%"}
+    assert (calls[0].config.compile, calls[0].judging.margin) == (False, 1.0)
+    assert calls[0].shared.startswith("the first 10% of the steps are in bf16")

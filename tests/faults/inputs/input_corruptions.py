@@ -6,7 +6,6 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,6 @@ FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "fp8.s
 Damage = Callable[[Path], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corruption:
-    """A `damage` to a checkpoint's folder, or with `of_run` to the run's; the message must contain
-    `named`. A damaged run resumes from its newest checkpoint, since its checkpoints are good."""
-
-    damage: Damage
-    named: str
-    of_run: bool = False
-
-
 def make_run(folder: Path) -> Path:
     """A finished run in delayed scaling with two checkpoints, and its data next to it."""
     torch.set_num_threads(1)
@@ -44,29 +33,32 @@ def make_run(folder: Path) -> Path:
     return run.folder.path
 
 
-def problem(pristine: Path, place: Path, corruption: Corruption, all_bad: bool = True) -> str:
+def problem(pristine: Path, place: Path, corruption: str, all_bad: bool = True) -> str:
     """Corrupt a copy, in `place`, of the run `pristine`, and one with `all_bad` checkpoints, and
-    resume them. Returns the problem, "" if there is none."""
+    resume them. A run whose own files are damaged resumes from its newest checkpoint. Returns the
+    problem, "" if there is none."""
+    of_run = corruption in OF_RUNS
+    damage, named = (CORRUPTIONS | OF_RUNS)[corruption]
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(pristine, place)
-    good = place / "checkpoints" / (NEWEST if corruption.of_run else OLDER)
+    good = place / "checkpoints" / (NEWEST if of_run else OLDER)
     weights = reader.load(good).tensors["model"]
-    bad = place if corruption.of_run else place / "checkpoints" / NEWEST
-    corruption.damage(bad)
+    bad = place if of_run else place / "checkpoints" / NEWEST
+    damage(bad)
     ended = resumed(place, weights)
     if ended.code or good.name not in ended.stdout or "other weights" in ended.stdout:
         printed = ended.stdout + ended.stderr[-300:]
         return f"not resumed from {good.name}: exit {ended.code}, {printed}"
-    if corruption.named not in ended.stdout:
-        return f"{corruption.named} is not named: {ended.stdout}"
-    if corruption.of_run or not all_bad:
+    if named not in ended.stdout:
+        return f"{named} is not named: {ended.stdout}"
+    if of_run or not all_bad:
         return ""
     shutil.rmtree(place / "checkpoints")
     for name in (OLDER, NEWEST):
         shutil.copytree(pristine / "checkpoints" / name, place / "checkpoints" / name)
-        corruption.damage(place / "checkpoints" / name)
+        damage(place / "checkpoints" / name)
     ended = resumed(place, weights)
-    if ended.code != 3 or not ended.is_one_line or corruption.named not in ended.stderr:
+    if ended.code != 3 or not ended.is_one_line or named not in ended.stderr:
         return f"all bad: exit {ended.code} and not 3: {ended.stdout}{ended.stderr[-300:]}"
     return ""
 
@@ -178,7 +170,15 @@ def _line_added(text: str) -> Damage:
 
 _OVERLAP = {key: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for key in ("a", "b")}
 _UP = "blocks.0.mlp.up"
-_SIMPLE: dict[str, tuple[Damage, str]] = {
+CORRUPTIONS: dict[str, tuple[Damage, str]] = {
+    "model flipped": (_edited(FILES[0], _flipped), FILES[0]),
+    "optimizer empty": (_edited(FILES[1], lambda content: b""), FILES[1]),
+    "rng missing": (lambda folder: (folder / FILES[2]).unlink(), FILES[2]),
+    "fp8 cut": (_edited(FILES[3], lambda content: content[:-1]), FILES[3]),
+    "manifest flipped": (_edited(FILES[4], _flipped), FILES[4]),
+    "manifest empty": (_edited(FILES[4], lambda content: b""), FILES[4]),
+    "manifest missing": (lambda folder: (folder / FILES[4]).unlink(), FILES[4]),
+    "manifest cut": (_edited(FILES[4], lambda content: content[:-1]), FILES[4]),
     "swapped files": (_swap, "model.safetensors is damaged"),
     "bytes too many": (_edited(FILES[0], lambda content: content + b"x"), "model.safetensors"),
     "another step": (lambda folder: rewrite(folder, lambda body: body.update(step=7)), "step 7"),
@@ -213,7 +213,7 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
     "a manifest without end": (_linked(FILES[4], "/dev/zero"), "checkpoint.json"),
     "a pipe as manifest": (_piped, "checkpoint.json"),
     "a file as checkpoint": (_a_file, "checkpoint.json"),
-    "no model": (_info(identity={"recipe": {}, "data": {}}), "'model' is missing"),
+    "no model": (_info(identity={"recipe": {}, "data": {}}), "'info.identity.model' is missing"),
     "a billion layers": (
         lambda folder: rewrite(
             folder, lambda body: body["info"]["identity"]["model"].update(layers=2**30)
@@ -227,7 +227,7 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
         "layers, the weights fewer",
     ),
     "a recipe that is a list": (_plan(recipe=[]), "recipe = []"),
-    "a recipe without a name": (_plan(recipe={}), "'recipe.name' is missing"),
+    "a recipe without a name": (_plan(recipe={}), "'info.plan.recipe.name' is missing"),
     "a recipe without quantizers": (
         _plan(recipe={"name": "delayed", "quantizers": {}}), "no quantizer",
     ),
@@ -235,41 +235,17 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
         _plan(layers=[{"name": "x", "reason": "", "fp8": True}]), "the model has no layer 'x'",
     ),
     "a tokenizer that is a list": (_info(tokenizer=[]), "info.tokenizer = []"),
-    "no plan": (_info(plan={}), "plan in checkpoint.json: key 'layers' is missing"),
+    "no plan": (_info(plan={}), "'info.plan.recipe' is missing"),
     "another configuration": (_info(config={"steps": "many"}), "steps = 'many'"),
-    "no loss scale": (_info(scaler={}), "key 'scale' is missing"),
+    "no loss scale": (_info(scaler={}), "'info.scaler.scale' is missing"),
     "the guard's memory": (_info(guard={"watch": [], "left_fp16": 3}), "guard"),
 }  # fmt: skip
-_OF_RUNS: dict[str, tuple[Damage, str]] = {
+"""Damages to a checkpoint's folder, and what the message must contain."""
+OF_RUNS: dict[str, tuple[Damage, str]] = {
     "run.toml cut": (_edited("run.toml", lambda content: content[:40]), "run.toml"),
     "run.toml missing": (lambda run: (run / "run.toml").unlink(), "run.toml"),
     "metrics nested": (_line_added("[" * 10**5), ""),
     "metrics of digits": (_line_added('{"step": 1' + "0" * 5000 + "}"), ""),
     "metrics of NaN": (_line_added('{"step": 2, "loss": NaN}'), ""),
 }
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "cut": lambda content: content[:-1],
-    "flipped": _flipped,
-    "empty": lambda content: b"",
-}
-CORRUPTIONS = (
-    {
-        f"{file} {damage_name}": Corruption(
-            damage=_edited(file, change), named=f"{NEWEST}/{file}"[12:]
-        )
-        for file in FILES
-        for damage_name, change in DAMAGES.items()
-    }
-    | {
-        f"{file} missing": Corruption(damage=lambda f, n=file: (f / n).unlink(), named=file)  # type: ignore[misc]
-        for file in FILES
-    }
-    | {
-        corruption: Corruption(damage=damage, named=named)
-        for corruption, (damage, named) in _SIMPLE.items()
-    }
-    | {
-        corruption: Corruption(damage=damage, named=named, of_run=True)
-        for corruption, (damage, named) in _OF_RUNS.items()
-    }
-)
+"""Damages to a run's folder, likewise."""

@@ -1,12 +1,16 @@
-"""Over a hundred bad configurations, flags and data files, and what must be said of each (R7)."""
+"""Bad configurations, flags and data files, and what must be said of each (R7)."""
 
 import os
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel
 
+from fp8stack.model.config import GPTConfig
+from fp8stack.planning.run_config import GuardConfig, RunConfig
 from tests.faults.bounded import called
 
 COMMON = (
@@ -17,48 +21,40 @@ COMMON = (
 """Flags with which a run would be done soon if the input were good; later words win."""
 
 SETTINGS = {  # --set, as it stands there: what must be in the message
-    "steps=0": "steps = 0", "steps=-5": "steps = -5", "steps=1.5": "steps = 1.5",
-    "steps=true": "steps = True", "steps=1_0_": "steps = '1_0_'", "steps=[1]": "steps = [1]",
-    "steps={a=1}": "steps = {", "steps=1e9": "steps = 1000000000.0", "steps=0x": "steps = '0x'",
-    "steps=": "steps = ''", "steps=99999999999999999999": "steps = 99999999999999999999",
-    "batch=0": "batch = 0", "batch=2.0": "batch = 2.0", "batch=99999999999999": "batch",
-    "context=0": "context = 0", "context=-1": "context = -1", "context=129": "--context 129",
-    "accumulate=0": "accumulate = 0", "accumulate=3": "not divisible by accumulate 3",
-    "lr=-1": "lr = -1", "lr=0": "lr = 0", "lr=nan": "lr = nan", "lr=-inf": "lr = -inf",
-    "lr=1e400": "lr = inf", "lr=one": "lr = 'one'", "lr=1979-05-27": "lr = ",
-    "schedule=linear": "schedule = 'linear'", "schedule=1": "schedule = 1",
-    "warmup_steps=-1": "warmup_steps = -1", "decay_fraction=1.1": "decay_fraction = 1.1",
-    "min_lr=-0.1": "min_lr = -0.1", "weight_decay=-1": "weight_decay = -1", "beta1=1": "beta1 = 1",
-    "beta2=1.5": "beta2 = 1.5", "adam_eps=0": "adam_eps = 0", "clip=-1": "clip = -1",
-    "log_every=0": "log_every = 0", "eval_every=0": "eval_every = 0",
-    "eval_windows=0": "eval_windows = 0", "save_every=0": "save_every = 0",
-    "keep_checkpoints=1": "keep_checkpoints = 1", "sample_tokens=-1": "sample_tokens = -1",
-    "temperature=0": "temperature = 0", "workers=-1": "workers = -1", "workers=65": "workers = 65",
-    "seed=9223372036854775808": "seed = 9223372036854775808", "compile=maybe": "compile = 'maybe'",
-    "telemetry_every=-1": "telemetry_every = -1", "strict=1": "strict = 1",
+    "steps=1_0_": "steps = '1_0_'", "steps=[1]": "steps = [1]", "steps={a=1}": "steps = {",
+    "steps=1e9": "steps = 1000000000.0", "steps=0x": "steps = '0x'", "steps=": "steps = ''",
+    "context=129": "--context 129", "accumulate=3": "not divisible by accumulate 3",
+    "lr=1e400": "lr = inf", "lr=1979-05-27": "lr = ", f"lr={'9' * 5000}": "lr = ",
+    "lr=0.1\nsteps=5": "sets more than one key", "strict=1": "strict = 1",
+    "compile_mode=reduce-overhead": "'max-autotune-no-cudagraphs'",
     "what_if=['fp33']": "No recipe 'fp33'", "what_if=[1]": "what_if.0 = 1",
-    "guard=1": "guard = 1", "guard.window=7": "guard.window = 7", "guard.patience=0": "patience",
-    "guard.windows=9": "Did you mean 'window'?", "guard.warmup=999": "guard.warmup 999",
-    "guard.deviations=0": "guard.deviations = 0", "guard.loss_factor=1": "guard.loss_factor = 1",
-    "guard.overflows=4": "guard.overflows = 4", "model_overrides=1": "model_overrides = 1",
-    "model_overrides.layers=0": "layers = 0", "model_overrides.layers=two": "layers = 'two'",
+    "guard=1": "guard = 1", "guard.windows=9":
+    "flags: guard: No key 'windows'. Did you mean 'window'? Nearest: window",
+    "model_overrides.experts.bias=nan": "experts.bias = nan: Input should be a finite number",
+    "guard.warmup=999": "guard.warmup 999", "model_overrides=1": "model_overrides = 1",
+
     "model_overrides.heads=3": "not divisible by heads 3",
-    "model_overrides.kv_heads=3": "kv_heads 3", "model_overrides.norm=batch": "norm = 'batch'",
+    "model_overrides.kv_heads=3": "kv_heads 3",
     "model_overrides.vocabulary=100": "has a vocabulary of 100",
-    "model_overrides.depth=2": "No key 'depth'", "model_overrides.dropout=1": "dropout = 1",
-    "model_overrides.activation=[]": "activation = []",
-    "recipe_overrides.head=true": "need quantizers",
-    "recipe_overrides=x": "recipe_overrides = 'x'", "setps=1": "Did you mean 'steps'?",
-    "a.b.c=1": "No key 'a'", "=1": "is not key=value", "steps": "is not key=value",
-    "steps.x=1": "steps", "layers=2": "--set model.layers=VALUE",
+    "model_overrides.depth=2": "No key 'depth'", "model_overrides.activation=[]": "activation = []",
+    "model_overrides.width=2147483648": "GiB",
+    "recipe_overrides.head=true": "need quantizers", "recipe_overrides=x": "recipe_overrides = 'x'",
+    "setps=1": "Did you mean 'steps'?", "a.b.c=1": "No key 'a'", "=1": "is not key=value",
+    "steps": "is not key=value", "steps.x=1": "steps", "layers=2": "--set model.layers=VALUE",
     "margin=1": "--set recipe.margin=VALUE", "learning_rate=1": "Did you mean 'lr'?",
+    "interval=4": "there is no key 'interval': scales of delayed scaling",
     "model.layres=2": "Did you mean 'layers'?", "model=''": "No model ''",
     "data=''": "data is empty",
-    "device=gpu": "device = 'gpu'", "backend=triton": "backend = 'triton'",
-    "model_overrides.width=2147483648": "GiB",
 }  # fmt: skip
+RECIPES = {  # --recipe delayed, with this setting of the recipe
+    "interval=4": "ignores its own interval. Leave it out",
+    "power_of_two=true": "power_of_two changes nothing",
+    "exclude=['blocks.9.*']": "the pattern 'blocks.9.*' in exclude matches no layer",
+    "exclude_last_blocks=99": "exclude_last_blocks = 99, and the model has 1 block. Give 1 at most",
+}
 FLAGS = {
-    "--steps": "--steps", "--steps ''": "--steps", "--lr 1,5": "--lr", "--seed x": "--seed",
+    "--steps abc": "Invalid value for '--steps' = 'abc': Input should be", "--steps": "--steps",
+    "--steps ''": "--steps", "--lr 1,5": "--lr", "--seed x": "--seed",
     "--model gpt2": "Did you mean 'gpt2-124m'?", "--model ./none.toml": "none.toml",
     "--model folder.toml": "folder.toml",
     "--recipe fp8": "No recipe 'fp8'. Did you mean 'delayed'? Known: auto, bf16",
@@ -67,6 +63,8 @@ FLAGS = {
     "--config empty.toml --config none.toml": "none.toml", "--config bom.toml": "bom.toml",
     "--config nested.toml": "nested.toml", "--config list.toml": "steps = [1]",
     "--config table.toml": "key", "--config folder.toml": "folder.toml",
+    "--config ''": "--config is empty. Give a run file",
+    "--config mixed": "fp8stack: mixed is no regular file. Give a TOML",
     "--config good.txt": "good.txt is not valid TOML", "--config pipe": "no regular file",
     "--data none": "none'. Give a file or a folder", "--data empty.txt": "empty.txt is empty",
     "--data short.txt": "short.txt", "--data null.txt": "is NUL", "--data odd.bin": "odd.bin has",
@@ -78,21 +76,40 @@ FLAGS = {
     "--resume folder.toml": "folder.toml", "--init-from none": "none",
     "--init-from ''": "init_from is empty",
     "--init-from folder.toml": "folder.toml", "--out good.txt": "good.txt is a file",
+    "--out good.txt/r": "good.txt is a file. Give a path in", "--out mine":
+    "mine/sample.txt is in the way", "--out h\udcff": "out is not valid UTF-8",
+    "--resume 'a\nb'": "--resume a\\nb",
     "--what-if fp7": "fp7", "--what-if mxfp8 --telemetry-every 0":
     "what_if needs telemetry", "--device cuda": "CUDA", "--backend te --strict --recipe delayed":
-    "--strict", "--nonsense": "--nonsense", "--clip 1": "--set clip=VALUE",
+    "--strict: 'delayed' does not run as asked: ", "--recipe block --backend torch --strict":
+    "'block' does not run as asked: torch has no block GEMM on a CPU",
+    "--recipe current --backend reference --strict": "the reference backend has no FP8, which",
+    "--recipe delayed --backend torch --strict --set model.width=24":
+    "blocks.0.attention.qkv cannot run in FP8: 24 in features and 72 out features, not divisible",
+    "--recipe auto --set recipe.head=maybe": "recipe.head = maybe needs a recipe by name",
+    "--set model.layers=2048 --set model.mlp_width=2147483648": "parameters are the most",
+    "--nonsense": "--nonsense", "--clip 1": "--set clip=VALUE",
     "--layers 2": "--set model.layers=",
     "--config shape.toml": "Give it as --model shape.toml", "extra": "extra", "--steps 1 2": "2",
 }  # fmt: skip
 OTHERS = {
-    "prtrain": "prtrain", "report": "Missing argument", "report none": "No run in 'none'",
+    "pretend": "No such command 'pretend'. Did you mean 'pretrain'? See --help.",
+    "plan --recipes x": "No such option: --recipes (Possible options: --recipe). See --help.",
+    "report": "Missing argument 'RUNS'. See --help.", "report none": "No run in 'none'",
     "report good.txt": "No run in 'good.txt'", "report ''": "No run in", "report r --out": "--out",
-    "doctor --capability 10": "no compute capability", "doctor --capability nan": "capability",
+    "doctor --capability 10": "is no compute capability", "doctor --capability ''":
+    "is no compute capability", "doctor --capability -1.0": "is no compute capability",
+    "prepare good.txt --tokenizer '' --out t": "No tokenizer ''",
     "doctor --capability 99.9": "No GPU has compute capability 99.9. Known: 3.0",
-    "estimate --memory 80XB": "80GB", "estimate --memory 0": "--memory 0 is no memory",
+    "estimate --memory 80GB": "--memory", "estimate --memory 0": "--memory",
+    "list model": "No kind to list 'model'. Did you mean 'models'?", "list runs nowhere":
+    "No folder nowhere. Give the one that your runs are in.", "list models there":
+    "FOLDER is for `list runs`. Leave it out.", "list runs --capability 9.0":
+    "--capability is for `list recipes`.", "show nowhere": "No run in 'nowhere'",
+
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
-    "compare --baseline bf16 --recipes fp32": "--baseline bf16", "compare --set seed=1": "--seeds",
+    "compare --baseline mxfp8 --recipes fp32,bf16": "--baseline", "compare --set seed=1": "--seeds",
     "compare --from none": "none", "compare --set lr=x": "lr = 'x'", "compare --out good.txt":
     "good.txt is a file", "bench none": "none", "bench roofline --gpu Z80": "Z80",
     "bench roofline --batch 0": "--batch", "bench roofline --capability 9.0 --results none": "none",
@@ -101,16 +118,31 @@ OTHERS = {
 }  # fmt: skip
 
 
+def wrong_values(schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Each key of `schema`, with values in TOML beyond its limits or of another type."""
+    for key, entry in schema.model_json_schema()["properties"].items():
+        entry |= entry.get("anyOf", [{}])[0]
+        words = {"number": ["one", "nan"], "integer": ["1.5", "true"], "boolean": ["maybe"]}
+        values: list[object] = [*words.get(entry.get("type"), [])]
+        values += ["nonsense"] if "enum" in entry else []
+        values += [entry["minimum"] - 1] if "minimum" in entry else []
+        values += [entry["maximum"] * 2 + 1] if "maximum" in entry else []
+        values += [entry[limit] for limit in entry if limit.startswith("exclusive")]
+        yield from ((key, str(value)) for value in values)
+
+
 def bad_input() -> dict[str, tuple[list[str], str]]:
     """Each bad input by a name: the command's words, and what the message must hold."""
-    cases = {}
-    for setting, message in SETTINGS.items():
-        cases[f"--set {setting}"] = (["pretrain", *shlex.split(COMMON), "--set", setting], message)
-    for flags, message in FLAGS.items():
-        cases[flags] = (["pretrain", *shlex.split(COMMON), *shlex.split(flags)], message)
-    for words, message in OTHERS.items():
-        cases[words] = (shlex.split(words), message)
-    return cases
+    delayed = ["--recipe", "delayed", "--set"]
+    rows = [(["--set", setting], message) for setting, message in SETTINGS.items()]
+    for table, schema in (("", RunConfig), ("guard.", GuardConfig), ("model.", GPTConfig)):
+        for key, value in wrong_values(schema):
+            rows.append((["--set", f"{table}{key}={value}"], f"{key} = "))
+    rows += [([*delayed, f"recipe.{setting}"], message) for setting, message in RECIPES.items()]
+    rows += [(shlex.split(words), message) for words, message in FLAGS.items()]
+    rows = [(["pretrain", *shlex.split(COMMON), *words], message) for words, message in rows]
+    rows += [(shlex.split(words), message) for words, message in OTHERS.items()]
+    return {" ".join(words).removeprefix(f"pretrain {COMMON} "): (words, m) for words, m in rows}
 
 
 def make_files(folder: Path) -> None:
@@ -120,7 +152,7 @@ def make_files(folder: Path) -> None:
         "null.txt": "a\0b" * 99, "nested.toml": "steps = " + "[" * 9999, "empty.toml": "",
         "twice.toml": 'scaling = "none"\nscaling = "none"', "list.toml": "steps = [1]",
         "table.toml": "[steps]\nkey = 1", "bom.toml": "\ufeffstepz = 1", "mixed/a.txt": "text",
-        "shape.toml": "layers = 1\nwidth = 32",
+        "shape.toml": "layers = 1\nwidth = 32", "mine/sample.txt": "mine",
         "folder.toml/x": "x", "mixed/b.bin": "text", "hollow/.hidden": "text",
     }  # fmt: skip
     for name, text in texts.items():

@@ -3,27 +3,27 @@
 hypothesis makes them, the same ones each time.
 """
 
+import contextlib
 import io
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
-from fp8stack.analysis.report.analysis import analyze
-from fp8stack.analysis.report.events import folded
-from fp8stack.analysis.report.read import read_run
-from fp8stack.analysis.report.text import show
+from fp8stack.analysis import report
+from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches, load_corpora, validation_windows
-from fp8stack.model.config import load_config
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.planning.run_config import GuardConfig, RunConfig, parse_config, to_toml
-from fp8stack.precision import Hardware, load_recipe
+from fp8stack.precision import Hardware, Recipe, load_recipe
 from fp8stack.training.checkpoint.validation import can_go_on, has_weights, load_sound
 from fp8stack.training.load import trained_run
 from fp8stack.training.run_folder import RunFolder
@@ -107,6 +107,16 @@ def _sets(place: Path, words: list[str]) -> None:
     parse_config(None, {}, words)
 
 
+def _table(schema: Any) -> Example:
+    return lambda place, table: presets.parse(schema, table, "here")
+
+
+def _named(place: Path, name: str) -> None:
+    with contextlib.suppress(UserError):
+        presets.read("models", name)
+    presets.read("recipes", name)
+
+
 def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
     """Ways to make a configuration, and who reads it."""
     run_file = to_toml(RunConfig(data="a.txt", out="r", what_if=("mxfp8",))).encode()
@@ -125,6 +135,9 @@ def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
             _sets,
         ),
         "models": (mutated(model), _in_file("mine.toml", load_config)),
+        "model tables": (edited(tomllib.loads(model.decode())), _table(GPTConfig)),
+        "recipe tables": (edited(tomllib.loads(recipe.decode())), _table(Recipe)),
+        "names": (st.text(max_size=20) | st.text(max_size=9).map("{}.toml".format), _named),
         "recipes": (mutated(recipe), _in_file("mine.toml", load_recipe)),
     }
 
@@ -167,9 +180,8 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         def example(place: Path, changed: bytes) -> None:
             run = _copy(pristine, place)
             (run / name).write_bytes(changed)
-            analysis = analyze(read_run(run))
-            folded(analysis.run.events)
-            show([analysis], ["a"], Console(file=io.StringIO(), width=80))
+            with redirect_stdout(io.StringIO()):
+                report.show(run)
             if name == "metrics.jsonl":
                 RunFolder(run).forget_after(2)
 
@@ -180,7 +192,8 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         text = "".join(json.dumps(row) + "\n" for row in (*ROWS, changed))
         for name in ("metrics.jsonl", "telemetry.jsonl"):
             (run / name).write_text(text)
-        show([analyze(read_run(run))], ["a"], Console(file=io.StringIO(), width=80))
+        with redirect_stdout(io.StringIO()):
+            report.show(run)
         RunFolder(run).forget_after(2)
 
     manifest = json.loads((pristine / "checkpoints" / NEWEST / "checkpoint.json").read_text())

@@ -1,4 +1,4 @@
-"""Fifteen files that run a program when they are unpickled, and every place where a user may hand
+"""Files that run a program when they are unpickled, and every place where a user may hand
 us a file (R6). The program makes a file; if that is there afterwards, something was executed."""
 
 import gzip
@@ -7,9 +7,6 @@ import os
 import pickle
 import shutil
 import struct
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,22 +46,6 @@ def _numpy(payload: Payload, zipped: bool) -> bytes:
     return stream.getvalue()
 
 
-def _zip(payload: Payload) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(payload))
-    return stream.getvalue()
-
-
-def _tar(payload: Payload) -> bytes:
-    stream, content = io.BytesIO(), pickle.dumps(payload)
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        entry = tarfile.TarInfo("pickle")
-        entry.size = len(content)
-        archive.addfile(entry, io.BytesIO(content))
-    return stream.getvalue()
-
-
 def _yaml(payload: Payload) -> bytes:
     return f"!!python/object/apply:os.system [\"touch '{payload.marker}'\"]\n".encode()
 
@@ -84,9 +65,6 @@ PAYLOADS: dict[str, Maker] = {
     "objects.npz": lambda payload: _numpy(payload, True),
     "pickle.toml": lambda payload: pickle.dumps(payload, protocol=0),
     "pickle.json": pickle.dumps,
-    "archive.zip": _zip,
-    "archive.tar": _tar,
-    "model.joblib": lambda payload: zlib.compress(pickle.dumps(payload)),
     "model.pkl.gz": lambda payload: gzip.compress(pickle.dumps(payload)),
     "megatron.idx": lambda payload: (
         b"MMIDIDX\0\0" + struct.pack("<QB", 1, 8) + _saved(payload, False)
@@ -101,7 +79,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "data in a folder": ("pretrain", "--data", "{folder}"),
     "init from a folder": ("pretrain", "--init-from", "{folder}"),
     "report": ("report", "{file}"),
-    "report on a folder": ("report", "{folder}", "--text"),
+    "show a folder": ("show", "{folder}"),
     "resume a run": ("pretrain", "--resume", "{run}"),
     "init from a run": ("pretrain", "--init-from", "{run}"),
     "report on a run": ("report", "{run}"),

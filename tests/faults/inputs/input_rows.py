@@ -17,6 +17,7 @@ from tests.faults.inputs import (
     input_pickles,
 )
 
+CORRUPTIONS = [*input_corruptions.CORRUPTIONS, *input_corruptions.OF_RUNS]
 FUZZ_SHORT, FUZZ_LONG = 1300, 20_000
 RUN_FILES = 60
 """The number of fuzzed files of a run to try: each takes a full report."""
@@ -30,10 +31,8 @@ def _outcome(results: Iterable[tuple[str, str]]) -> Outcome:
 def corruptions(place: Path, count: int) -> Outcome:
     """R5."""
     run = input_corruptions.make_run(place)
-    cases = islice(input_corruptions.CORRUPTIONS.items(), count)
-    return _outcome(
-        (name, input_corruptions.problem(run, place / "copy", case)) for name, case in cases
-    )
+    names = islice(CORRUPTIONS, count)
+    return _outcome((name, input_corruptions.problem(run, place / "copy", name)) for name in names)
 
 
 def pickles(place: Path, count: int) -> Outcome:
@@ -98,8 +97,8 @@ CASES: dict[str, Case] = {
         passes="the file is named and the last good checkpoint used; with all of them bad, exit "
         "code 3; memory and time bounded",
         run=_quiet(corruptions),
-        short=len(input_corruptions.CORRUPTIONS),
-        long=len(input_corruptions.CORRUPTIONS),
+        short=len(CORRUPTIONS),
+        long=len(CORRUPTIONS),
     ),
     "R6": Case(
         description="malicious pickles at every place that takes a file",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.observe import fp8_linears
 from fp8stack.training.run import Run
+from tests.support.each_model import on_each_model
 
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e38": 1e38}
 AT_REST = ("weight", "moment", "history", "scale")
@@ -52,6 +53,20 @@ class Fault:
 
     def put(self, run: Run) -> None:
         """Put the fault into `run`, which has not begun its next step."""
+        on_each_model(run, lambda: self._hook(run))
+        if self.place == "wgrad":
+            self._follow(run, self._weight(run), accumulates=True)
+        if self.place in IN_PASS:
+            return
+        if run.step + 1 in self.steps:
+            self._break(run)
+        run.optimizer.register_step_post_hook(
+            # The step under way counts as done only later.
+            lambda *_: self._break(run) if run.step + 2 in self.steps else None
+        )
+
+    def _hook(self, run: Run) -> None:
+        """Register the hooks of a place in the pass on the run's model."""
         submodule = run.model.get_submodule
         block, layer = submodule(self.block), submodule(self.layer)
         run.model.register_forward_pre_hook(lambda model, args: self._count(run), prepend=True)
@@ -62,7 +77,6 @@ class Fault:
             "grad_output": lambda: layer.register_forward_hook(
                 lambda layer, args, y: self._follow(run, y)
             ),
-            "wgrad": lambda: self._follow(run, self._weight(run), accumulates=True),
             "loss": lambda: run.model.register_forward_hook(
                 lambda model, args, loss: (
                     loss + (self.value - loss.detach()) if self._happens(run) else None
@@ -75,15 +89,7 @@ class Fault:
                 lambda model, args: self._set_loss_scale(run) if self._happens(run) else None
             ),
         }
-        if self.place in hooks:
-            hooks[self.place]()
-            return
-        if run.step + 1 in self.steps:
-            self._break(run)
-        run.optimizer.register_step_post_hook(
-            # The step under way counts as done only later.
-            lambda *_: self._break(run) if run.step + 2 in self.steps else None
-        )
+        hooks.get(self.place, lambda: None)()
 
     def _count(self, run: Run) -> None:
         """Count the micro-batches of a step; a repeated step starts again at 0."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8stack.common.errors import NumericFailure
+from fp8stack.common.io import json_lines
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.run import Run
 from tests.faults.case import Case, Outcome, judged
@@ -80,7 +81,7 @@ def transient(
 
 def _wrong_end(expected: str, place: str, step: int, run: Run, recorder: Recorder) -> str:
     """The problem with the reaction to a fault in a place, "" if none."""
-    rows = [row for row in run.folder.read_metrics() if row["step"] == step]
+    rows = [row for row in json_lines(run.folder.metrics) if row["step"] == step]
     skipped = any(row.get("event") == "skip" or row.get("skipped") for row in rows)
     if expected == "skip" or (expected == "either" and skipped):
         wrong = "" if skipped else "the step was taken"
@@ -246,7 +247,7 @@ def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
     loss_spikes(run)
     trained(run)
     # The spike may overflow in fp16, which skips the step as well.
-    rows = run.folder.read_metrics()
+    rows = json_lines(run.folder.metrics)
     skipped_steps = {
         row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")
     }

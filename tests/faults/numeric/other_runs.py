@@ -30,7 +30,7 @@ PLAIN: list[tuple[str, Any, Any]] = [
     ("loss_scale_growth", 4.0, 2.0), ("loss_scale_backoff", 0.25, 0.5),
     ("min_loss_scale", 2.0, 1.0), ("max_loss_scale", 1e6, 262144.0), ("momentum", 0.5, 0.9),
     ("grad_compression", "bf16", "none"), ("data_order", "epochs", "random"),
-    ("document_mask", True, False), ("calibration_steps", 3, 16),
+    ("document_mask", True, False),
 ]  # fmt: skip
 OTHERS = [
     Other({"recipe": "current"}, "recipe is 'current' here and 'delayed' in the checkpoint."),

@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8stack.common.io import json_lines
 from fp8stack.layers import fp8_state
 from fp8stack.training.checkpoint.state import random_state
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
+from tests.support.each_model import on_each_model
 
 SETS = ["model_overrides.layers=1", "model_overrides.heads=2", "model_overrides.width=32"]
 SMALL: dict[str, Any] = {
@@ -59,7 +61,7 @@ def trained(run: Run) -> list[Event]:
 
 def events(run: Run) -> list[Event]:
     """The guard's events so far."""
-    return [row for row in run.folder.read_metrics() if "event" in row]
+    return [row for row in json_lines(run.folder.metrics) if "event" in row]
 
 
 class Recorder:
@@ -76,7 +78,7 @@ class Recorder:
         self.ends: dict[int, Digest] = {}
         self._begun: tuple[int, Digest] | None = None
         self._passes = 0
-        run.model.register_forward_pre_hook(self._before, prepend=True)
+        on_each_model(run, lambda: run.model.register_forward_pre_hook(self._before, prepend=True))
         run.optimizer.register_step_post_hook(self._after)
 
     def at(self, step: int) -> Digest | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8stack.common.errors import NumericFailure
+from fp8stack.common.io import json_lines
 from fp8stack.training.guard.policy import Guard
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
@@ -210,14 +211,15 @@ def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place
         fault = Fault(place=place, value=1e38, steps=range(5, 11), most=most)
         run = spoilt(tmp_path, "delayed", [fault], steps=10)
         assert [step for step, _ in events_of(run)] == (list(range(5, 11)) if most else [])
-        losses.append([row["loss"] for row in run.folder.read_metrics() if "loss" in row])
+        losses.append([row["loss"] for row in json_lines(run.folder.metrics) if "loss" in row])
     assert fault.injected == 6
     assert losses[0] == losses[1]
 
 
 def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
     run = spoilt(tmp_path, "fp16", [Fault(place="loss_scale", value=NAN, steps={5})], steps=8)
-    scales = {r["step"]: r["loss_scale"] for r in run.folder.read_metrics() if "loss_scale" in r}
+    rows = json_lines(run.folder.metrics)
+    scales = {row["step"]: row["loss_scale"] for row in rows if "loss_scale" in row}
     assert math.isfinite(scales[6])
     assert scales[6] > 1024
     assert events_of(run) == [(5, "skip")]

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8stack.layers.kernels import attention
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import GPT
-from fp8stack.training.run import Switch
 from tests.model.test_gpt import MODERN, TINY, assert_close, backend_for, build, tokens
 from tests.support.backend_models import grad
 
@@ -248,10 +247,3 @@ def test_cudnn_gets_no_mask(compiled, monkeypatch):
             model(*batch)
     assert cudnn_enabled == [False, False, True, True]
     assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_the_switch_between_variants_passes_documents_on():
-    model = build()
-    loss = Switch([model])(tokens(), tokens(seed=2), documents())
-    assert torch.equal(loss, model(tokens(), tokens(seed=2), documents()))
-    assert not torch.equal(loss, model(tokens(), tokens(seed=2)))

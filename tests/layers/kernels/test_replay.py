@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Quantizers
@@ -20,46 +18,11 @@ from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels import replay
 from fp8stack.layers.kernels.replay import EAGER, Replayed
 from fp8stack.numerics import AmaxHistory
+from tests.support.recorded_graphs import Graph
 from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CUDA = torch.device("cuda", 0)
-
-
-def tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-class Graph(TorchDispatchMode):
-    """The operators of a recording. Tensors that they wrote to are restored: it has no effect."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.replays = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for tensor in tensors((args, kwargs)):
-                self.before.setdefault(id(tensor), (tensor, tensor.clone()))
-        out = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, out))
-        return out
-
-    def put_back(self) -> None:
-        for tensor, content_before in self.before.values():
-            tensor.copy_(content_before)
-
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, out in self.calls:
-            storages = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
-            again = func(*args, **kwargs)
-            for output, new_output in zip(tensors(out), tensors(again), strict=True):
-                if output.untyped_storage().data_ptr() not in storages:  # else a view, or in place
-                    output.copy_(new_output)
 
 
 @pytest.fixture
@@ -75,6 +38,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         recorded.append(graph)
 
     monkeypatch.setattr(replay, "records", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     return recorded
@@ -134,7 +98,7 @@ def test_runs_whose_guard_is_recorded_are_those_of_eager_code_to_the_bit(
         small.spoil("", {10})
         small.spoil("blocks.0.mlp.up", {12}, 1e6)
         small.advance(10)
-        if (delayed := small.run.main.backend.delayed) is not None:
+        if (delayed := small.run.delayed) is not None:
             delayed.history.scales[1] = torch.nan  # broken by itself
         small.advance(7)
         return small
@@ -162,7 +126,7 @@ def test_an_update_of_the_history_that_is_recorded_is_the_update(graphs) -> None
         for history in (delayed.history, plain):
             history.record("a.weight", amax)
             history.record("a.grad_output", 2 * amax)
-        delayed._pending = True  # as a pass leaves it
+        delayed.is_pending = True  # as a pass leaves it
         delayed.apply_pending_update()
         plain.update()
         assert torch.equal(delayed.history.history, plain.history)

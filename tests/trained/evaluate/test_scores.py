@@ -309,7 +309,7 @@ def test_layers_that_the_guard_took_out_of_fp8_stay_out(run, tmp_path):
     model, plain = (fp8stack.load(path, recipe="delayed") for path in (tmp_path / "run", run))
     assert set(fp8_parts(plain)) - set(fp8_parts(model)) == set(demoted)
     for layer in demoted:
-        plain.set_fp8(layer, False)
+        plain.leave_fp8(layer)
     windows = windows_of(run)
     (score,) = scores(tmp_path / "run")
     assert torch.equal(score.losses_N, nats_of(plain, windows, 4).mean(dim=1))

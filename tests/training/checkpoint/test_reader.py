@@ -15,9 +15,19 @@ from fp8stack.training.load import find_checkpoint, tokenizer_of_run
 from tests.conftest import refusal
 from tests.faults.inputs.input_corruptions import rewrite
 
+PLAN: dict[str, Any] = {
+    "recipe": {"name": "ü"}, "backend": "reference", "device": "cpu", "compute_dtype": "fp32",
+    "layers": [{"name": "a", "reason": "", "fp8": False}],
+}  # fmt: skip
+WATCH: dict[str, Any] = {"window": [[1.0]], "streak": 0, "overflows": 0, "recent": [], "norms": []}
+GUARD: dict[str, Any] = {
+    "watch": WATCH, "left_out": [], "demoted": {}, "incidents": 0, "last_bad": 0,
+    "mended_at": None, "tried": [], "bad": [], "left_fp16": False,
+}  # fmt: skip
 INFO: dict[str, Any] = {
-    "identity": {"a": [1, "ü"]}, "config": {}, "plan": {}, "scaler": None,
-    "versions": {"torch": "x"}, "guard": None, "plans": [], "phases": None, "tokenizer": None,
+    "identity": {"model": {}, "recipe": {}, "data": {}, "recipes": {}}, "config": {},
+    "plan": PLAN, "scaler": None, "versions": {"torch": "x"}, "guard": GUARD, "plans": [PLAN],
+    "phases": None, "tokenizer": None,
 }  # fmt: skip
 
 
@@ -33,10 +43,22 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
     assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
 
 
-def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path):
-    old = {key: value for key, value in INFO.items() if key != "guard"}
-    path = writer.write(tmp_path, Checkpoint(step=3, info=old))
-    assert reader.load(path).info["guard"] is None
+def test_a_checkpoint_of_an_older_version_has_fewer_keys(tmp_path):
+    path = writer.write(tmp_path, _checkpoint(3))
+
+    def as_before(body: dict[str, Any]) -> None:
+        for key in ("guard", "plans", "phases", "tokenizer"):
+            del body["info"][key]
+        del body["info"]["identity"]["recipes"]
+
+    rewrite(path, as_before)
+    assert reader.load(path).info == INFO | {"guard": None, "plans": []}
+
+
+def test_a_key_that_the_schema_does_not_check_comes_back(tmp_path):
+    info = INFO | {"plan": PLAN | {"native": True}}
+    path = writer.write(tmp_path, Checkpoint(step=3, info=info))
+    assert reader.load(path).info == info
 
 
 def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
@@ -80,6 +102,8 @@ def test_a_run_in_a_folder_called_checkpoints_is_no_checkpoint(tmp_path):
         {"step": "x"},
         {"info": []},
         {"info": None},
+        {"info": INFO | {"guard": GUARD | {"watch": []}}},
+        {"info": INFO | {"plans": [PLAN | {"recipe": {}}]}},
         {"more": 1},
     ],
 )

@@ -20,12 +20,10 @@ from fp8stack.common.errors import NumericFailure, StorageError
 from fp8stack.training.checkpoint import reader, writer
 from fp8stack.training.checkpoint.saver import HostCopy, Saver
 from tests.conftest import TINY, losses
+from tests.training.checkpoint.test_reader import GUARD, INFO
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-INFO: dict[str, Any] = {
-    "identity": {}, "config": {}, "plan": {}, "scaler": None, "versions": {}, "guard": {"bad": []},
-}  # fmt: skip
 Groups = dict[str, dict[str, Tensor]]
 
 
@@ -80,17 +78,17 @@ def test_a_checkpoint_is_the_same_to_the_byte_whoever_writes_it(tmp_path):
 
 
 def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path, gate):
-    saver, tensors, info = _saver(tmp_path), _tensors(1), INFO | {"guard": {"bad": []}}
+    saver, tensors, info = _saver(tmp_path), _tensors(1), INFO | {"guard": GUARD | {"bad": []}}
     saver.save(1, info, lambda: tensors)
     assert gate.reached.wait(30)
     assert not list(tmp_path.glob("step-*"))  # `save` did not wait for it
     tensors["model"]["b"].zero_()
-    info["guard"]["bad"].append("later")
+    info["guard"]["bad"].append({"step": 2})
     gate.opened.set()
     saver.wait()
     saved = reader.load(tmp_path / "step-000001")
     assert torch.equal(saved.tensors["model"]["b"], _tensors(1)["model"]["b"])
-    assert saved.info["guard"] == {"bad": []}
+    assert saved.info["guard"] == GUARD
 
 
 def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, gate):

@@ -16,7 +16,7 @@ from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Recipe, load_recipe
-from fp8stack.training.distributed.parallelize import _fully_shard, full_tensor
+from fp8stack.training.distributed.parallelize import full_tensor, fully_shard_model
 from fp8stack.training.distributed.process_group import join
 from tests.faults.processes import in_ranks
 from tests.support.cases import case
@@ -67,7 +67,7 @@ def train(
 def sharded(model: GPT) -> GPT:
     """The model, sharded over two ranks."""
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
-    _fully_shard(model, model.backend, accelerator)
+    fully_shard_model(model, accelerator)
     return model
 
 

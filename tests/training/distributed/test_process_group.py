@@ -331,6 +331,32 @@ def test_ranks_that_leave_fp16_for_bf16_train_as_one(trained, parallel):
         assert row["loss"] == pytest.approx(expected["loss"], rel=5e-3, abs=0)
 
 
+@contextmanager
+def demoting(rank: int) -> Iterator[None]:
+    """A change: a layer is out of FP8 in steps 3 and 4, as the guard can decide."""
+    check = Guard.check
+
+    def checked(guard: Guard, step: int, **options: bool) -> Outcome:
+        if step == 2:
+            guard.demoted["blocks.0.mlp.up"] = 4
+        return check(guard, step, **options)
+
+    with patch.object(Guard, "check", checked):
+        yield
+
+
+def test_ranks_that_take_a_layer_out_of_fp8_and_back_train_as_one(trained):
+    flags = ("--recipe", "delayed", "--backend", "torch")
+    single = trained.single_rank(flags, demoting)
+    several = trained.several((*flags, "--parallel", "fsdp"), 2, demoting)
+    rows, expected_rows = (
+        [row for row in metrics(run) if "loss" in row] for run in (several, single)
+    )
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=5e-3, abs=0)
+        assert (row["fp8_gemms"] < rows[0]["fp8_gemms"]) == (row["step"] in (3, 4))
+
+
 GRID = [
     (recipe, backend, parallel)
     for backend, recipes in RECKONED.items()
@@ -356,9 +382,10 @@ def test_two_ranks_draw_the_random_bits_of_one(trained):
     compare(trained, str(mine), "emulate", "ddp")
 
 
-def test_two_ranks_go_through_the_phases_of_one(trained):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_go_through_the_phases_of_one(trained, parallel):
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
-    runs = [trained.several(flags, count, unchanged) for count in (1, 2)]
+    runs = [trained.several((*flags, "--parallel", parallel), count, unchanged) for count in (1, 2)]
     single, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
     assert [row["precision"] for row in two] == ["bf16"] * 2 + ["delayed-emulated"] * 3 + ["bf16"]
     for row, single_row in zip(two, single, strict=True):
@@ -370,8 +397,8 @@ def test_two_ranks_go_through_the_phases_of_one(trained):
         if not name.endswith(".amax_history"):
             continue
         places = {"weight": 1}.get(name.split(".")[-2], 2)  # of a step, in delayed scaling
-        calibrated = slice(1024 - 3 * places - 2, 1024 - 3 * places)  # in steps 1 and 2
-        assert [int((history[name] > 0).sum()) for history in histories] == [3 * places + 2] * 2
+        calibrated = 1024 - 3 * places - 1  # as step 3 begins
+        assert [int((history[name] > 0).sum()) for history in histories] == [3 * places + 1] * 2
         expected = histories[1][name][calibrated]  # the maxima over both ranks
         torch.testing.assert_close(tensor[calibrated], expected, rtol=0.02, atol=1e-6)
 

@@ -15,8 +15,8 @@ from fp8stack.common.errors import NumericFailure
 from fp8stack.layers.operands import RngState
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
+from fp8stack.training.guard.diagnosis import place_of
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
-from fp8stack.training.guard.policy import _place_of
 from fp8stack.training.step import Step
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -107,23 +107,12 @@ def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_
     )
 
 
-def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact():
-    watched, last = Watched(), 2**31 - 1
-    for step in range(last - LOG_ROWS - 10, last + 1):
+@pytest.mark.parametrize("rows", [LOG_ROWS, LOG_ROWS + 6])
+def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact(rows):
+    watched, last = Watched(log_rows=rows), 2**31 - 1
+    for step in range(last - rows - 10, last + 1):
         watched.step(step, NAN, 1.0)
-    assert [bad.step for bad in watched.poll().bad] == list(range(last - LOG_ROWS + 1, last + 1))
-
-
-def test_a_monitor_with_more_rows_tells_more_bad_steps():
-    watched, bad_steps = Watched(log_rows=LOG_ROWS + 6), [*range(1, LOG_ROWS + 7)]
-    for step in bad_steps:
-        watched.step(step, NAN, 1.0)
-    assert [bad.step for bad in watched.poll().bad] == bad_steps
-
-
-def test_after_bad_steps_are_forgiven_no_step_was_skipped():
-    watched = Watched()
-    watched.step(1, NAN, 1.0)
+    assert [bad.step for bad in watched.poll().bad] == list(range(last - rows + 1, last + 1))
     assert watched.skipped()
     watched.watch.forgive()
     look = watched.poll()
@@ -424,6 +413,6 @@ def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
 
 
 def test_a_slot_of_a_copy_for_one_gemm_is_its_operands():
-    assert _place_of("blocks.0.mlp.up.input.wgrad") == ("blocks.0.mlp.up", "input", None)
-    assert _place_of("blocks.0.mlp.up.weight.dgrad") == ("blocks.0.mlp.up", "weight", None)
-    assert _place_of("blocks.0.mlp.experts.up.3.input") == ("blocks.0.mlp.experts.up", "input", 3)
+    assert place_of("blocks.0.mlp.up.input.wgrad") == ("blocks.0.mlp.up", "input", None)
+    assert place_of("blocks.0.mlp.up.weight.dgrad") == ("blocks.0.mlp.up", "weight", None)
+    assert place_of("blocks.0.mlp.experts.up.3.input") == ("blocks.0.mlp.experts.up", "input", 3)

@@ -123,7 +123,7 @@ def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path, monkeypa
     assert text.startswith("Steps 2 to 4: ")
     # A GEMM of the MLP: 4 sequences of 32 tokens, a width of 32.
     assert re.search(r"^ +aten::mm .* Mi?B .*\[\[128, \d+\], \[\d+, \d+\]\]", text, re.M)
-    assert "Memory in these 3 steps: " in text
+    assert "Memory in 3 steps: " in text
 
 
 def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fp8stack.model.config import Experts, GPTConfig
 from fp8stack.model.gpt import GPT
-from fp8stack.planning.run_config import OptimizerName, RunConfig
+from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint.state import capture, largest_of_state, restore
 from fp8stack.training.optim.chained import optimizers_in, parameters_of, plain

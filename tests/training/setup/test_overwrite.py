@@ -54,30 +54,6 @@ def test_overwriting_where_nothing_is_says_nothing(new, command, capsys):
     assert "overwrote" not in capsys.readouterr().out
 
 
-def test_a_run_may_be_overwritten_by_one_of_its_own_model_and_recipe(
-    new, command, tmp_path, capsys
-):
-    assert command("copy", "model", "gpt-nano", "shape.toml") == 0
-    (tmp_path / "mine.toml").write_text('like = "delayed"\nmargin = 1\n')
-    run = tmp_path / "r"
-
-    def of(folder: str) -> list[str]:
-        files = ["--model", f"{folder}shape.toml", "--recipe", f"{folder}mine.toml"]
-        return [*new, *files, "--steps", "1"]
-
-    assert command(*of(""), "--out", "r") == 0
-    copies = contents(run / "presets")
-    assert copies.keys() == {"shape.toml", "mine.toml"}
-    for name in copies:
-        (tmp_path / name).unlink()
-    for words in (["pretrain", "--config", "r/run.toml"], of("r/presets/")):
-        (run / "presets/of_no_use.toml").touch()
-        capsys.readouterr()
-        assert command(*words, "--out", "r", "--overwrite") == 0
-        assert "overwrote the run in r: removed step-000001" in capsys.readouterr().out
-        assert contents(run / "presets") == copies
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -85,6 +61,7 @@ def test_a_run_may_be_overwritten_by_one_of_its_own_model_and_recipe(
         ([], "--overwrite needs --out"),
         (["--out", "r", "--init-from", "r"], "lies in r, which --overwrite removes"),
         (["--out", "r", "--init-from", "r/checkpoints/step-000012"], "which --overwrite removes"),
+        (["--out", "r", "--model", "r/presets/a.toml"], "a.toml lies in r, which --overwrite"),
         (["--out", "r", "--lr", "-1"], "lr"),
         (["--out", "r", "--data", "none.txt"], "none.txt"),
         (["--out", "r", "--context", "4096"], "--context 4096 is more than"),
@@ -93,6 +70,8 @@ def test_a_run_may_be_overwritten_by_one_of_its_own_model_and_recipe(
 )
 def test_what_cannot_be_built_overwrites_nothing(flags, message, run, new, refused):
     Path("t.txt").write_text("x")
+    (run / "presets").mkdir()
+    (run / "presets/a.toml").write_text('like = "gpt-nano"\n')
     before = contents(run)
     refused(*new, "--overwrite", *flags, message=message)
     assert contents(run) == before

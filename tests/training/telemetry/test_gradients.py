@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from fp8stack import GPT, build_backend, convert, load_config
+from fp8stack.analysis import report
 from fp8stack.analysis.report import page
-from fp8stack.analysis.report import text as terminal
 from fp8stack.analysis.report.analysis import analyze, verdict
 from fp8stack.analysis.report.gradient_faults import faults
-from fp8stack.analysis.report.read import Gradient, read_run
+from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.telemetry import Gradient
 from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks
 from tests.faults.twins import TEXT
@@ -279,32 +280,19 @@ def test_a_fault_that_is_over_is_a_warning(tmp_path: Path) -> None:
     assert "steps 1 to 4. Later it had one." in finding.text
 
 
-def test_page_and_terminal_show_gradients(tmp_path: Path) -> None:
-    from rich.console import Console
-
+def test_page_and_terminal_show_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = loop(tmp_path, model_overrides=FOUR)
     _detach(small.run.model)
     small.advance(10)
     analysis = analyze(read_run(tmp_path / "r"))
     html, pictures = page.render([analysis], "report_files")
     assert "run1-gradient" in [picture.name for picture in pictures]
-    assert "Heat map of the gradient&#39;s norm for 35 parts" in html
-    console = Console(width=200, record=True, quiet=False, file=(tmp_path / "out").open("w"))
-    terminal.show([analysis], ["r"], console)
-    assert "Dead: no gradient reaches blocks.1.mlp_norm" in console.export_text()
-
-
-def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
-    small = loop(tmp_path, "fp32", 1)
-    small.advance(3)
-    path = tmp_path / "r" / "telemetry.jsonl"
-    lines = path.read_text().splitlines()
-    again = [line for line in lines if json.loads(line).get("step") == 2]
-    path.write_text("\n".join([*lines, *again]) + "\n")
-    gradients = read_run(tmp_path / "r").gradients
-    assert gradients
-    for gradient in gradients:
-        assert gradient.steps.tolist() == [1, 2]
+    assert "Gradient by part of the model" in html
+    capsys.readouterr()
+    report.show(tmp_path / "r")
+    assert "Dead: no gradient reaches blocks.1.mlp_norm" in capsys.readouterr().out
 
 
 # Ranks

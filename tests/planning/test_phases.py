@@ -8,9 +8,7 @@ import fp8stack
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
 from fp8stack.model.config import load_config
-from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
-from fp8stack.precision import Hardware
-from fp8stack.precision.phases import (
+from fp8stack.planning.phases import (
     Override,
     Phase,
     PhaseConfig,
@@ -19,6 +17,8 @@ from fp8stack.precision.phases import (
     phases_of,
     preset,
 )
+from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
+from fp8stack.precision import Hardware
 from fp8stack.training.run_plans import plan_recipe
 
 H100 = Hardware("cuda", (9, 0))

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8stack.analysis.report.read import RunRecord
-
 Level = Literal["alarm", "warning", "note"]
 
 
@@ -49,10 +47,7 @@ def in_steps(steps: Iterable[int]) -> str:
     return f"{len(unique)} steps from {unique[0]} to {unique[-1]}"
 
 
-def titles(runs: Sequence[RunRecord]) -> list[str]:
-    """The title of each run: its folder's name, or its path if names collide."""
-    names = [run.name for run in runs]
-    return [
-        name if names.count(name) == 1 else str(run.path)
-        for name, run in zip(names, runs, strict=True)
-    ]
+def several(names: Sequence[str]) -> str:
+    """Up to twenty names, joined for a sentence."""
+    items = list(names[:20]) + ["others"] * (len(names) > 20)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,127 +1,28 @@
-"""A GPT on tensors without memory, which takes the paths of its plan's device and backend.
+"""The GPT that the roofline traces: on tensors without memory, with the layers of its plan.
 
-Where a GPU differs from torch's behaviour on such tensors, this file follows the sources of torch
-and Transformer Engine:
-
-- attention runs in one fused kernel that saves its operands, its output and a float32 log-sum-exp
-  per query. On a CPU with dropout, and on a GPU for grouped queries in float32, no kernel exists,
-  and it is composed of operators;
-- the mask of dropout is as wide as its values on a CPU, and takes one byte each on a GPU;
-- a quantizer returns its values and scales from one operator, as on a CPU;
-- Transformer Engine saves the operands of its linears as torch's scaled GEMMs do, NVFP4's in half
-  the bytes.
+Transformer Engine casts and multiplies as torch's scaled GEMMs do, NVFP4 in half the bytes.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from fp8stack.common.quantizer_table import OPERANDS, Quantizers
 from fp8stack.layers import Backend, build_backend
-from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import Slot
-from fp8stack.layers.gathered_weights import is_gathered_in_fp8
 from fp8stack.layers.grouped import GroupedSize
-from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
-from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
-from fp8stack.layers.linear import CastLinear, QuantizedLinear, Size, _Multiply
+from fp8stack.layers.linear import QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.torch import TorchBackend, TorchOperand
-from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
-from fp8stack.precision.native_gemms import feature_multiple, kernel_of
+from fp8stack.precision.native_gemms import kernel_of
 from fp8stack.precision.plan import LayerPlan
-
-
-def kinds_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The indices of the blocks of each kind; blocks of a kind have the same plan."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for index, layers in _blocks(plan).items():
-        kind = tuple((la.quantizers, la.backend, la.precision) for la in layers)
-        kinds.setdefault(kind, []).append(index)
-    return tuple(map(tuple, kinds.values()))
-
-
-def blocks_like(plan: Plan, indices: Iterable[int]) -> Plan:
-    """The plan of a model with just the blocks of these indices."""
-    layers = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
-    blocks = _blocks(plan)
-    for place, index in enumerate(indices):
-        for layer in blocks[index]:
-            name = layer.name.replace(f"blocks.{index}.", f"blocks.{place}.", 1)
-            layers.append(replace(layer, name=name))
-    return replace(plan, layers=tuple(layers))
-
-
-def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
-    blocks: dict[int, list[LayerPlan]] = {}
-    for layer in plan.layers:
-        if layer.name.startswith("blocks."):
-            blocks.setdefault(int(layer.name.split(".")[1]), []).append(layer)
-    return blocks
-
-
-@contextmanager
-def without_memory(plan: Plan) -> Iterator[None]:
-    """Create tensors without memory, and take the paths of the plan's device. torch built without
-    CUDA has no fake tensors of a GPU; tensors on "meta" take its paths instead."""
-    on_cpu = plan.device == "cpu"
-    functions: dict[Any, Callable[..., Any]] = {}
-    if not on_cpu:
-        functions = {F.dropout: _fused_dropout, F.rms_norm: _fused_rms_norm}
-    where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
-    with Replaced(functions), where, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
-
-
-class Replaced(TorchFunctionMode):
-    """Runs other functions in place of some of torch's."""
-
-    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
-        super().__init__()
-        self._functions = functions
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._functions.get(func, func)(*args, **(kwargs or {}))
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Replaces `scaled_dot_product_attention` by one operator."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
-    return y
-
-
-def composes_attention(config: GPTConfig, plan: Plan) -> bool:
-    """Whether attention has no fused kernel and is composed of operators."""
-    if plan.device == "cpu":
-        return config.dropout > 0
-    return config.query_groups != config.heads and DTYPES[plan.attention].itemsize == 4
-
-
-def fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int) -> bool:
-    """Whether Transformer Engine fuses a block's norm with the linears after it. It cannot where
-    rows are padded: they would not stay zero."""
-    has_module = config.norm == "rmsnorm" or config.bias
-    has_module &= len(layers) == 1 or config.activation in TRANSFORMER_ENGINES
-    if not has_module or not all(layer.fp8 and plan.backend_of(layer) == "te" for layer in layers):
-        return False
-    assert plan.recipe.quantizers is not None
-    return rows % feature_multiple(plan.recipe.quantizers, "te") == 0
 
 
 def backend_of(plan: Plan) -> Backend:
@@ -136,8 +37,8 @@ def backend_of(plan: Plan) -> Backend:
         else la
         for la in plan.layers
     )
-    native = replace(plan, backend=by_torch(plan.backend), layers=layers)
-    backend = build_backend(native)
+    by_plan = replace(plan, backend=by_torch(plan.backend), layers=layers)
+    backend = build_backend(by_plan)
     vars(backend)["set_matmul_precision"] = lambda *_: None  # nothing is multiplied
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
@@ -145,28 +46,14 @@ def backend_of(plan: Plan) -> Backend:
             changed.matmul = _any_gemm
             changed.fp8_grouped_linear = partial(_grouped_linear, delegate, plan)
             changed.register_hooks = partial(_register_hooks, delegate)
+    if plan.backend == "te":
+        native: Any = backend
+        native.norm_linear = lambda x, norm, linear: linear(norm(x))
+        native.norm_mlp = lambda x, norm, mlp: mlp(norm(x))
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.sharing.group = None  # no exchange with other ranks
     return backend
-
-
-def gather_weights(model: nn.Module, backend: Backend) -> None:
-    """Quantize and cast weights in each pass, except weights that are gathered in FP8 or in the
-    compute dtype, and are not saved."""
-    tied = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    for delegate in (backend, *backend._delegates.values()):
-        if isinstance(delegate, TorchBackend):
-            delegate._layers = [
-                x
-                for x in delegate._layers
-                if tied[id(x.weight)] == 1
-                and isinstance(x, QuantizedLinear)
-                and is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
-            ]
-    for layer in model.modules():
-        if type(layer) is CastLinear and tied[id(layer.weight)] == 1:
-            layer.weight = nn.Parameter(layer.weight.detach().to(layer.compute_dtype))
 
 
 def _grouped_linear(
@@ -265,15 +152,6 @@ def _register_hooks(backend: TorchBackend, model: nn.Module) -> None:
     """See `Backend.register_hooks`; weights of groups are cached too."""
     TorchBackend.register_hooks(backend, model)
     backend._layers += [x for x in model.modules() if isinstance(x, GroupedByTE)]
-
-
-def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, training)[0] if p and training else x
-
-
-def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-    y: Tensor = _Normalize.apply(x, x, weight, eps)  # type: ignore[no-untyped-call]
-    return y
 
 
 def _any_gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, **options: Any) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -24,9 +24,6 @@ PresetName = Literal["conservative", "default", "aggressive"]
 EVALUATION = "evaluation"
 LONGEST_WARMUP = 0.25
 """The largest share of a run for the phase `warmup`, so that short runs have other phases too."""
-
-SHARED_PHASE = "shared"
-"""The name of the first phase of runs that `fp8stack compare` compares."""
 
 _Value = bool | int | float | str | list[int] | list[str]
 _Table = dict[str, _Value | dict[str, _Value | dict[str, _Value]]]
@@ -216,23 +213,3 @@ def _require_distinct(phases: Sequence[PhaseConfig]) -> None:
             raise UserError(f"phases: two are called '{phase.name}'. Give each its own name.")
         if phase.name == EVALUATION and phase.until is not None:
             raise UserError("phase 'evaluation' is no part of training: leave out its 'until'.")
-
-
-def shared_steps(phases: Sequence[Mapping[str, Any]]) -> float:
-    """The share of steps, at the start, that all runs of `fp8stack compare` take in the baseline's
-    recipe.
-
-    Args:
-        phases: the value of this key in `compare.json`.
-    """
-    first = phases[0] if phases else {}
-    until = first.get("until")
-    return until if first.get("name") == SHARED_PHASE and isinstance(until, float) else 0.0
-
-
-def shared_note(phases: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence about the shared steps to print with gaps; "" without shared steps."""
-    share = shared_steps(phases)
-    if not share:
-        return ""
-    return f"the first {share:.0%} of the steps are in {phases[0]['recipe']} in all runs of a seed"
