@@ -103,7 +103,7 @@ PHASES = option(
 BACKEND, DEVICE = key_option("backend"), key_option("device")
 THREADS_NOW = key_option("threads", callback=_compute_with)
 CONFIG = option("Run file (TOML); flags override it.")
-SET = option("Any other key, as key=value; repeatable.", autocompletion=completion.SETTINGS)
+SET = option("Any other key; repeatable.", metavar="KEY=VALUE", autocompletion=completion.SETTINGS)
 
 # A trained model
 TRAINED = "Run or checkpoint folder, hf:FOLDER or hf:owner/name."

@@ -122,12 +122,6 @@ class Backend:
         delegate.delayed, delegate.weights = self.delayed, self.weights
         self._delegates[delegate.plan.backend] = delegate
 
-    def continue_from(self, delayed: DelayedScaling) -> None:
-        """Continue with the state of delayed scaling of another model in the same recipe. Call
-        this before layers are built."""
-        for backend in (self, *self._delegates.values()):
-            backend.delayed, backend.weights = delayed, delayed.weights
-
     def fp8_linear(
         self, layer: LayerPlan, size: Size, operands: LayerOperands
     ) -> LowPrecisionLinear:
@@ -243,6 +237,13 @@ class Backend:
         """The number of GEMMs on FP8 operands that ran since the last call."""
         count, self.gemm_count = self.gemm_count, 0
         return count + sum(delegate.fp8_gemms() for delegate in self._delegates.values())
+
+
+def continue_from(backend: Backend, delayed: DelayedScaling) -> None:
+    """Have `backend`, which has built no layers, continue with the state of delayed scaling of
+    another model in the same recipe."""
+    for builder in (backend, *backend._delegates.values()):
+        builder.delayed, builder.weights = delayed, delayed.weights
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:

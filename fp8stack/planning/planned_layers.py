@@ -26,13 +26,12 @@ def operand_bytes(plan: Plan, layer: LayerPlan, gemm: str, rows: int, columns: i
     columns] of the weight (fprop, dgrad) or of the input (wgrad), with its scales. The GEMM reduces
     over the columns."""
     assert layer.quantizers is not None
-    quantizer = layer.quantizers.values(gemm)[1]
-    emulated = plan.backend_of(layer) == "emulate" or gemm in layer.plain_gemms
-    # Torch saves operands of groups in FP8 even if its GEMM multiplies them in high precision.
-    is_stored_in_fp8 = gemm != "fprop" and layer.groups and plan.backend_of(layer) == "torch"
-    if emulated and is_stored_in_fp8:
-        emulated = quantizer is None or quantizer.blocks is not None
-    if emulated or quantizer is None:
+    quantizer, backend = layer.quantizers.values(gemm)[1], plan.backend_of(layer)
+    # Torch saves groups without blocks in FP8 even if its GEMM multiplies in high precision.
+    is_held = gemm in layer.plain_gemms and not (
+        layer.groups and gemm != "fprop" and quantizer is not None and quantizer.blocks is None
+    )
+    if quantizer is None or backend == "emulate" or is_held:
         return rows * columns * held_dtype(plan, layer).itemsize
     return rows * columns * quantizer.element_bits // 8 + _scale_bytes(quantizer, rows, columns)
 
@@ -73,7 +72,7 @@ def weight_bytes(plan: Plan, layer: LayerPlan) -> tuple[int, int]:
     return matrices * sum(sizes.values()), 0
 
 
-class Operation(torch.autograd.Function):
+class _Saves(torch.autograd.Function):
     """Runs a function and saves a tensor for a backward pass that never comes."""
 
     @staticmethod
@@ -102,7 +101,7 @@ class PlannedLinear(nn.Module):
         if not self.layer.fp8:  # casts that autograd reverses
             for parameter in reversed(list(self.parameters())):
                 parameter.to(self.compute_dtype)
-        y: Tensor = Operation.apply(self._multiply, self._saved(x), x)  # type: ignore[no-untyped-call]
+        y: Tensor = _Saves.apply(self._multiply, self._saved(x), x)  # type: ignore[no-untyped-call]
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ class PlannedBackend(Backend):
             if x[..., 0].numel() % multiple == 0:
                 vars(norm)["is_fused"] = True
                 saved = x.new_empty(x.shape, dtype=self.compute_dtype)
-                y = Operation.apply(norm, saved, x)  # type: ignore[no-untyped-call]
+                y = _Saves.apply(norm, saved, x)  # type: ignore[no-untyped-call]
                 return y
         y = norm(x)
         return y

@@ -97,7 +97,7 @@ class OperatorTrace:
     lasting: Set[int]
 
 
-class OperatorTracer(Tracer):
+class OperatorTracer(Tracer):  # type: ignore[no-untyped-call]
     """Records the operators of a model's passes.
 
     Attributes:

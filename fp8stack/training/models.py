@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8stack.layers import RngState, build_backend
+from fp8stack.layers.backend import continue_from
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import GPT
@@ -39,7 +40,7 @@ def model_in(
     backend = build_backend(plan, draws=draws)
     delayed = None if around is None else delayed_scaling(around)
     if backend.delayed is not None and delayed is not None:
-        backend.continue_from(delayed)
+        continue_from(backend, delayed)
     backend.weights.only_tracked_changes = True  # only the run's optimizers change them
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if around is None:

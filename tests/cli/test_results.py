@@ -52,9 +52,9 @@ def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys):
     (row,) = listed(command, capsys, "runs")
     assert (row["run"], row["state"], row["steps"]) == ("runs/a", "done", "2 of 2")
     assert command("list", "runs") == command("show", "runs/a") == 0
-    shown = capsys.readouterr().out
-    assert "validation loss" in shown
-    for output in (trained, shown):
+    details = capsys.readouterr().out
+    assert "validation loss" in details
+    for output in (trained, details):
         for name in ("report", "generate", "export"):
             assert f"  fp8stack {name} runs/a" in output
         assert "--resume" not in output

@@ -71,7 +71,7 @@ def scaled(words: Sequence[str]) -> list[str]:
     if command == "bench" and words[1] == "roofline":  # of a GPU without FP8, in seconds less
         return [*words, "--capability=8.0"]
     small = {"generate": ["--tokens=4"]}
-    small["conform"] = ["--quick", f"--only={'mean' if '--recipe' in words else 'layouts'}"]
+    small["conform"] = ["--quick", f"--only={'quantizers' if '--recipe' in words else 'layouts'}"]
     return [*words, *small.get(command, [])]
 
 

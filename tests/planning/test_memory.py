@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.planning.estimate import Answer, PhaseEstimate, memory_of
-from fp8stack.planning.memory import Setting, estimate, optimizer_bytes
+from fp8stack.planning.memory import Estimate, Setting, estimate, optimizer_bytes
 from fp8stack.planning.operations import casts_of, operations_of
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.run_keys import OptimizerName
@@ -83,7 +83,7 @@ def saved_bytes(model: GPT, setting: Setting) -> int:
     return live_bytes - sum(x.nbytes for x in (record.counts, record.balance) if x is not None)
 
 
-def bytes_of(tensors: list[Tensor]) -> int:
+def bytes_of(tensors: Sequence[Tensor]) -> int:
     """The bytes of all storages of some tensors."""
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
@@ -390,7 +390,7 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
 
 def test_advice_names_nothing_that_is_set_already():
     setting = build("gpt2", "fp32", checkpointing="block")[1]
-    estimates = {"block": estimate(setting)}
+    estimates: dict[Recompute, Estimate] = {"block": estimate(setting)}
     for room, optimizer, named, settled in (
         (-1, "adamw", ["--optimizer adamw8bit"], ["block", "--context"]),
         (1, "adamw8bit", ["a shorter --context"], ["block", "adamw8bit"]),

@@ -14,6 +14,7 @@ from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import absolute_path, read_json
 from fp8stack.common.presets import recipe_words
 from fp8stack.common.tables import counted
+from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers.compiler import require_compiler
 from fp8stack.model.config import load_config
 from fp8stack.planning.phases import PhaseConfig
@@ -178,18 +179,15 @@ def comparison_of(config: RunConfig, options: Options) -> Comparison:
         if key in config.given:
             raise UserError(f"--set {key} is what the runs differ in. Give {option} instead.")
     use_threads(config.threads)  # raises here, not in every run
-    config = with_absolute_paths(config)
-    tokenizer = named_tokenizer(config)
-    source = find_source(config.init_from) if config.init_from else None
-    config = with_vocabulary(config, tokenizer) if source is None else with_source(config, source)
+    config, tokenizer, file = _with_model(with_absolute_paths(config))
     out = Path(config.out or f"runs/compare-{presets.label(config.model)}").resolve()
     saved = _read(out)
     if saved is None:
         config = _with_defaults(config, options.shared, recipes[baseline])
     else:
         config = _saved_config(saved, config, options.shared, out)
+        config, tokenizer, file = _with_model(config)
     model = load_config(config.model, config.model_overrides)
-    file = None if source is None else source.tokenizer
     data = read(config, model.vocabulary, context_of(config, model), tokenizer, file)
     comparison = Comparison(
         out=out,
@@ -214,6 +212,16 @@ def comparison_of(config: RunConfig, options: Options) -> Comparison:
     if saved is not None:
         _require_same(comparison, saved)
     return comparison
+
+
+def _with_model(config: RunConfig) -> tuple[RunConfig, Tokenizer | None, Path | None]:
+    """The configuration with the vocabulary of its data or the model of its initial weights, the
+    tokenizer that it names, and the `tokenizer.json` of the weights."""
+    tokenizer = named_tokenizer(config)
+    if not config.init_from:
+        return with_vocabulary(config, tokenizer), tokenizer, None
+    source = find_source(config.init_from)
+    return with_source(config, source), tokenizer, source.tokenizer
 
 
 def _baseline(name: str | None, recipes: Mapping[str, str]) -> str:

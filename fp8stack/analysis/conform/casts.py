@@ -61,9 +61,25 @@ Matrix = tuple[str, str]
 MATRICES: tuple[Matrix, ...] = (
     *(("codes", "fp32"), ("specials", "bf16"), ("extreme", "fp32"), ("specials", "fp32")),
 )
-TENSORS = ("rowwise", "rowwise scales", "columnwise", "columnwise scales")
-Cast = Callable[[Tensor, Quantizer, RandomBits | None, Tensor | None], Results]
-"""`cast(x, quantizer, bits, scale)` returns `TENSORS`, without or with others such as the amax."""
+
+
+class Call(NamedTuple):
+    """The arguments of a cast; `scale` is the scale of delayed scaling."""
+
+    x: Tensor
+    quantizer: Quantizer
+    bits: RandomBits | None
+    scale: Tensor | None
+
+    @property
+    def given(self) -> Tensor:
+        """The scale of delayed scaling, which has to be there."""
+        assert self.scale is not None
+        return self.scale
+
+
+Cast = Callable[[Call], Results]
+"""Returns what `named` names."""
 Layout = Callable[[Sequence[QuantizedMatrix], Quantizer], Results]
 """The same results of the oracle's two copies."""
 
@@ -83,9 +99,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         eps = f", eps {self.quantizer.eps:g}" * bool(self.quantizer.eps)
-        return f"{self.quantizer}{eps}" + (
-            "" if self.scale is None else f", scale {self.scale:.9g}"
-        )
+        scale = "" if self.scale is None else f", scale {self.scale:.9g}"
+        return f"{self.quantizer}{eps}{scale}"
 
 
 @lru_cache(maxsize=32)
@@ -93,10 +108,11 @@ def matrix_of(name: Matrix, format: str, seed: int) -> Tensor:
     """A matrix by its name: "codes" and ties of a format, all "values" of a dtype, ReLU^2 of them,
     ... Neither 32 nor 128 divides the sizes of most, but for GEMMs 16 does."""
     kind, dtype = name
-    if kind in ("values", "relu2", "relu2 gradient"):
-        x = values_of(dtype, seed)
-        return x if kind == "values" else _relu2(x, kind == "relu2 gradient")
     match kind:
+        case "values":
+            return values_of(dtype, seed)
+        case "relu2" | "relu2 gradient":
+            return _relu2(values_of(dtype, seed), kind == "relu2 gradient")
         case "codes":
             x = codes_and_ties(quantized_format(format), 144, 336, seed)
         case "extreme":
@@ -122,7 +138,7 @@ def _relu2(x: Tensor, backward: bool) -> Tensor:
     return torch.from_numpy(oracles.to_bf16(exact)).to(x.dtype)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=32)
 def copies_of(case: Case) -> tuple[QuantizedMatrix, QuantizedMatrix]:
     """The oracle's copies of a matrix, for GEMMs over the columns and over the rows, with the
     random bits of `DRAWN`."""
@@ -169,7 +185,7 @@ def cast_row(
             xs: list[Tensor], scales: list[Tensor | None], bits: RandomBits
         ) -> list[Results]:
             inputs = zip(xs, rules, scales, strict=True)
-            return [cast(x, q, bits if q.stochastic else None, scale) for x, q, scale in inputs]
+            return [cast(Call(x, q, bits if q.stochastic else None, s)) for x, q, s in inputs]
 
         run = context.compiled(cast_each) if compiled else cast_each
         with _in_threads(threads or torch.get_num_threads()):
@@ -358,7 +374,7 @@ def tiles(codes: Tensor) -> Tensor:
     return packed
 
 
-# Implementations
+# Implementations, of which each takes what it needs of a `Call`
 
 
 def fused_kernels(context: Context) -> str:
@@ -366,140 +382,120 @@ def fused_kernels(context: Context) -> str:
     return "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
 
 
-def by_cast(x: Tensor, quantizer: Quantizer, bits: Any, scale: Any) -> Results:
+def named(*copies: Sequence[Any], amax: Any = None) -> Results:
+    """The data, the scales and an upper scale of a rowwise and a columnwise copy, by name; None is
+    not compared."""
+    results: dict[str, Any] = {"amax": amax}
+    for way, copy in zip(("rowwise", "columnwise"), copies, strict=False):
+        data, scales, *upper_scale = copy
+        results |= {way: data, f"{way} scales": None if scales is None else scales.reshape(-1)}
+        results |= {f"{way} upper scale": upper for upper in upper_scale}
+    return results
+
+
+def by_cast(call: Call) -> Results:
     """Bytes by `cast_to_fp8`, the inverse scale and the amax."""
-    data = numerics.cast_to_fp8(x, scale, quantizer.format)
-    inverse = numerics.inverse(scale).reshape(1)
-    return {"rowwise": data, "rowwise scales": inverse, "amax": numerics.amax(x)}
+    data = numerics.cast_to_fp8(call.x, call.given, call.quantizer.format)
+    return named((data, numerics.inverse(call.given)), amax=numerics.amax(call.x))
 
 
-def by_product(x: Tensor, quantizer: Quantizer, bits: Any, scale: Any) -> Results:
+def by_product(call: Call) -> Results:
     """Bytes, transpose and amax by `cast_product`."""
-    return _of_product(FusedInput("cast", x), quantizer, scale)
+    return _of_product(FusedInput("cast", call.x), call)
 
 
-def by_relu2(
-    context: Context, kind: str, x: Tensor, quantizer: Quantizer, bits: Any, scale: Tensor
-) -> Results:
-    """A fused ReLU^2, or its gradient, of which `x` is the oracle's result."""
+def by_relu2(context: Context, kind: str, call: Call) -> Results:
+    """A fused ReLU^2, or its gradient, of which `call.x` is the oracle's result."""
     source = matrix_of(("values", "bf16"), "", context.seed).to(context.device)
     dy = source.t() if kind == "relu2 gradient" else None
-    return _of_product(FusedInput("relu2", source, dy), quantizer, scale)
+    return _of_product(FusedInput("relu2", source, dy), call)
 
 
-def _of_product(source: FusedInput, quantizer: Quantizer, scale: Tensor) -> Results:
-    copies = cast_product(source, scale, quantizer.format, columnwise=True, record=True, sums=False)
-    return {"rowwise": copies.data, "columnwise": copies.transposed, "amax": copies.amax}
+def _of_product(source: FusedInput, call: Call) -> Results:
+    options = {"columnwise": True, "record": True, "sums": False}
+    copies = cast_product(source, call.given, call.quantizer.format, **options)
+    return named((copies.data, None), (copies.transposed, None), amax=copies.amax)
 
 
-def by_weight_kernel(
-    context: Context, x: Tensor, quantizer: Quantizer, bits: Any, scale: Tensor | None
-) -> Results:
+def by_weight_kernel(context: Context, call: Call) -> Results:
     """Both copies of a weight that is not the first one, cast a second time."""
     if not has_kernel(torch.device(context.device)):
         raise Skipped("the kernel for many weights needs Triton and a GPU with FP8")
-    weights, amaxes = BatchedCast([x[:40], x], quantizer), torch.zeros(2, device=x.device)
+    weights, amaxes = BatchedCast([call.x[:40], call.x], call.quantizer), None
+    if call.scale is not None:
+        amaxes = torch.zeros(2, device=call.x.device)
     for _ in range(2):
-        if scale is None:
-            weights.cast()
-        else:
-            weights.cast(scale.expand(2).contiguous(), amaxes)
-    results = _of_scaled(*weights.copies[1])
-    return results if scale is None else results | {"amax": amaxes[1]}
+        weights.cast(None if amaxes is None else call.given.expand(2).contiguous(), amaxes)
+    scaled = [copy[:2] for copy in weights.copies[1]]
+    return named(*scaled, amax=None if amaxes is None else amaxes[1])
 
 
-def by_te(
-    context: Context, transpose: bool, x: Tensor, quantizer: Quantizer, bits: Any, scale: Any
-) -> Results:
+def by_te(context: Context, transpose: bool, call: Call) -> Results:
     """TE's `Float8Quantizer`, which takes a given scale."""
     context.need_te("delayed")
-    copies, amax = te.cast(x, scale, quantizer.format, transpose)
+    copies, amax = te.cast(call.x, call.given, call.quantizer.format, transpose)
     columnwise = None if copies.columnwise is None else copies.columnwise.t()
-    names = zip(TENSORS, (copies.rowwise, copies.scales.reshape(1), columnwise), strict=False)
-    return dict(names) | {"amax": amax}
+    return named((copies.rowwise, copies.scales), (columnwise, None), amax=amax)
 
 
-def by_te_quantizer(
-    context: Context, scaling: str, x: Tensor, quantizer: Quantizer, bits: Any, scale: Any
-) -> Results:
+def by_te_quantizer(context: Context, scaling: str, call: Call) -> Results:
     """TE's quantizer of this kind; both copies of a tensor have one scale, and TE may omit one."""
     context.need_te(scaling)
-    copies = te.quantize(x, quantizer)
-    assert quantizer.per_tensor or copies.columnwise is not None
-    flat = (s if s is None else s.reshape(-1) for s in (copies.scales, copies.columnwise_scales))
-    scales, columnwise_scales = flat
-    tensors = copies.rowwise, scales, copies.columnwise, columnwise_scales
-    return dict(zip(TENSORS, tensors, strict=True))
+    copies = te.quantize(call.x, call.quantizer)
+    assert call.quantizer.per_tensor or copies.columnwise is not None
+    return named(copies[:2], copies[2:])
 
 
-def by_quantize(
-    x: Tensor, quantizer: Quantizer, bits: RandomBits | None, scale: Tensor | None
-) -> Results:
+def by_quantize(call: Call) -> Results:
     """Codes and scales by `numerics.quantize`."""
-    tensors: list[Tensor] = []
+    copies = []
     for dim in (1, 0):
-        copy = numerics.quantize(x, quantizer, dim, bits, scale=scale)
-        stored = copy.scales.float() if quantizer.scale == "e4m3" else copy.scales
-        tensors += [copy.data, stored.reshape(-1)]
-    return dict(zip(TENSORS, tensors, strict=True))
+        copy = numerics.quantize(call.x, call.quantizer, dim, call.bits, scale=call.scale)
+        is_float8 = call.quantizer.scale == "e4m3"
+        copies.append((copy.data, copy.scales.float() if is_float8 else copy.scales))
+    return named(*copies)
 
 
-def by_operators(
-    x: Tensor, quantizer: Quantizer, bits: RandomBits | None, scale: Tensor | None
-) -> Results:
+def by_operators(call: Call) -> Results:
     """Values and factors by torch's operators."""
-    copies = [rounding(quantizer, [d]).round(x, bits, scale, fuse=False)[0] for d in (1, 0)]
-    return _of_rounded(copies)
+    rules = [rounding(call.quantizer, [dim]) for dim in (1, 0)]
+    return _of_rounded([rule.round(call.x, call.bits, call.scale, fuse=False)[0] for rule in rules])
 
 
-def by_numba(
-    x: Tensor,
-    quantizer: Quantizer,
-    bits: RandomBits | None,
-    scale: Tensor | None,
-    bf16: bool = False,
-) -> Results:
+def by_numba(call: Call, bf16: bool = False) -> Results:
     """Values and factors by numba, of both copies at once where that is possible."""
-    at_once = rounding_of_both(quantizer, quantizer)
+    at_once = rounding_of_both(call.quantizer, call.quantizer)
     if at_once is not None:
-        return _of_rounded(at_once.round(x, bf16=bf16))
-    rules = [rounding(quantizer, [dim]) for dim in (1, 0)]
-    return _of_rounded([rule.round(x, bits, scale, bf16=bf16)[0] for rule in rules])
+        return _of_rounded(at_once.round(call.x, bf16=bf16))
+    rules = [rounding(call.quantizer, [dim]) for dim in (1, 0)]
+    return _of_rounded([rule.round(call.x, call.bits, call.scale, bf16=bf16)[0] for rule in rules])
 
 
 def _of_rounded(copies: Sequence[numerics.Rounded]) -> Results:
-    tensors: list[Tensor] = []
-    for values, factor in copies:  # zeros are equal whatever their signs
-        flat = torch.ones(1) if factor is None else factor.reshape(-1)
-        tensors += [values + 0.0, flat]
-    return dict(zip(TENSORS, tensors, strict=True))
+    factors = (torch.ones(()) if factor is None else factor for _, factor in copies)
+    values = (values + 0.0 for values, _ in copies)  # zeros are equal whatever their signs
+    return named(*zip(values, factors, strict=True))
 
 
-def by_nvfp4_kernel(x: Tensor, quantizer: Quantizer, bits: Any, scale: Any) -> Results:
+def by_nvfp4_kernel(call: Call) -> Results:
     """Both copies by `cast_nvfp4`, which transforms only the second one."""
-    first, second = cast_nvfp4(x, replace(quantizer, hadamard=0), quantizer, (bits, bits))
-    results = _of_scaled(first, second)
-    if not quantizer.hadamard:
-        return results
-    return {key: value for key, value in results.items() if key.startswith("columnwise")}
+    rowwise = replace(call.quantizer, hadamard=0)
+    first, second = cast_nvfp4(call.x, rowwise, call.quantizer, (call.bits, call.bits))
+    assert second is not None
+    columnwise = second.data, second.inv_scale, second.upper_scale
+    if call.quantizer.hadamard:
+        return named((None, None), columnwise)
+    return named((first.data, first.inv_scale, first.upper_scale), columnwise)
 
 
-def by_block_kernel(x: Tensor, quantizer: Quantizer, bits: Any, scale: Any) -> Results:
+def by_block_kernel(call: Call) -> Results:
     """Both copies by `cast_blocks`."""
-    copies = cast_blocks(FusedInput("cast", x), quantizer, columnwise=True, sums=False)
-    scales, columnwise_scales = copies.inv_scale, copies.columnwise_inv_scale
-    assert scales is not None
-    assert columnwise_scales is not None
-    tensors = copies.data, scales.reshape(-1), copies.transposed, columnwise_scales.reshape(-1)
-    return dict(zip(TENSORS, tensors, strict=True))
-
-
-def _of_scaled(*copies: Any) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for way, copy in zip(("rowwise", "columnwise"), copies, strict=True):
-        results |= {way: copy.data, f"{way} scales": copy.inv_scale.reshape(-1)}
-        results[f"{way} upper scale"] = copy.upper_scale
-    return results
+    source = FusedInput("cast", call.x)
+    copies = cast_blocks(source, call.quantizer, columnwise=True, sums=False)
+    assert copies.inv_scale is not None
+    assert copies.columnwise_inv_scale is not None
+    rowwise = copies.data, copies.inv_scale
+    return named(rowwise, (copies.transposed, copies.columnwise_inv_scale))
 
 
 # The oracle's copies as implementations lay them out
@@ -507,11 +503,11 @@ def _of_scaled(*copies: Any) -> dict[str, Any]:
 
 def as_stored(copies: Sequence[QuantizedMatrix], quantizer: Quantizer) -> Results:
     """Codes, two to a byte in FP4, and scales by block."""
-    tensors: list[Array] = []
+    tensors = []
     for copy, dim in zip(copies, (1, 0), strict=True):
         stored = copy.stored.astype(np.uint8) if quantizer.scale == "e8m0" else copy.stored
-        tensors += [packed(copy.codes, quantizer, dim), stored.reshape(-1)]
-    return dict(zip(TENSORS, tensors, strict=True))
+        tensors.append((packed(copy.codes, quantizer, dim), stored))
+    return named(*tensors)
 
 
 def packed(codes: Array, quantizer: Quantizer, dim: int) -> Array:
@@ -528,12 +524,9 @@ def as_multiplied(
     copies: Sequence[QuantizedMatrix], quantizer: Quantizer, bf16: bool = False
 ) -> Results:
     """The values that a GEMM multiplies, and the factors of its output."""
-    tensors: list[Tensor] = []
-    for copy in copies:
-        values = torch.from_numpy(copy.values + np.float32(0))
-        factor = torch.from_numpy(copy.factor.reshape(-1))
-        tensors += [values.bfloat16() if bf16 else values, factor]
-    return dict(zip(TENSORS, tensors, strict=True))
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    values = [torch.from_numpy(copy.values + np.float32(0)).to(dtype) for copy in copies]
+    return named(*zip(values, (copy.factor for copy in copies), strict=True))
 
 
 def with_amax(copies: Sequence[QuantizedMatrix], quantizer: Quantizer) -> Results:
@@ -543,24 +536,24 @@ def with_amax(copies: Sequence[QuantizedMatrix], quantizer: Quantizer) -> Result
 
 def as_operands(copies: Sequence[QuantizedMatrix], quantizer: Quantizer) -> Results:
     """Codes with the reduction last, scales as the hardware reads them, and the upper scales."""
-    results: dict[str, Any] = {}
-    for way, copy, dim in zip(("rowwise", "columnwise"), copies, (1, 0), strict=True):
+    tensors = []
+    for copy, dim in zip(copies, (1, 0), strict=True):
         codes, stored = packed(copy.codes, quantizer, dim), copy.stored
         if dim == 0:
             codes, stored = codes.T, stored.T
-        results[way], scales = codes, stored.reshape(-1)
+        scales: Any = stored
         if quantizer.scale == "e8m0":
-            scales = tiles(torch.from_numpy(stored.astype(np.uint8))).numpy()
+            scales = tiles(torch.from_numpy(stored.astype(np.uint8)))
         elif quantizer.scale == "e4m3":
             lines = oracles.encode(stored, "e4m3").repeat(len(codes) // len(stored), 0)
-            scales = tiles(torch.from_numpy(lines)).numpy()
-            has_nan = np.isnan(copy.values).any()
-            upper = np.where(has_nan, np.float32(np.nan), copy.factor).reshape(())
-            results[f"{way} upper scale"] = upper
+            scales = tiles(torch.from_numpy(lines))
         elif quantizer.turns and not quantizer.per_tensor:  # [K / 128 rounded up to 4, rows / 128]
-            scales = np.pad(stored, ((0, 0), (0, -stored.shape[1] % 4))).T.reshape(-1)
-        results[f"{way} scales"] = scales
-    return results
+            scales = np.pad(stored, ((0, 0), (0, -stored.shape[1] % 4))).T
+        upper = np.where(
+            np.isnan(copy.values).any(), np.float32(np.nan), copy.factor.reshape(-1)[0]
+        )
+        tensors.append((codes, scales, upper))
+    return named(*tensors)
 
 
 # Quantizers that TE has, by scaling.

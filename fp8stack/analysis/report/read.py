@@ -119,8 +119,8 @@ def _read_or_note(path: Path, read: Callable[[], T], otherwise: T, notes: list[s
 
 
 def _forecast(path: Path, config: dict[str, Any], plan: dict[str, Any]) -> ForecastResult | None:
-    """The forecast for a run's recipe by the size of its model; None without a quantized recipe, or
-    if the run's files do not say enough."""
+    """The forecast for the run's recipe by the size of its model; None without a quantized recipe,
+    or if the run's files do not say enough."""
     with suppress(UserError, KeyError, TypeError, ValueError):
         recipe = recipe_from_json(plan["recipe"], "plan.json")
         keys = at_home(config, path)
@@ -129,8 +129,8 @@ def _forecast(path: Path, config: dict[str, Any], plan: dict[str, Any]) -> Forec
         if "init_from" in keys:  # the source's tokens are unknown
             tokens = None
         if recipe.is_fp8:
-            recipes = {recipe.name: recipe}
-            return forecast_of_shape(presets.label(keys["model"]), model, recipes, tokens, fitted())
+            name, recipes = presets.label(keys["model"]), {recipe.name: recipe}
+            return forecast_of_shape(name, model, recipes, tokens, fitted())
     return None
 
 

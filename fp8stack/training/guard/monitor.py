@@ -4,6 +4,8 @@ A bad step changes nothing: the optimizer skips it, and the FP8 state is restore
 is repaired before a step uses it. The host polls for the verdicts.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +76,17 @@ class BadStep:
             Cause.AMAX_SPIKE: f"the amax of {self.slot} is far above those before it",
         }
         return " and ".join(text for cause, text in texts.items() if cause in self.causes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as JSON data to save in a checkpoint, with the text of its causes."""
+        said = self.reason
+        return {"step": self.step, "causes": int(self.causes), "slot": self.slot, "said": said}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> BadStep:
+        """The step of `to_json`, whose loss and norm are not known."""
+        causes = Cause(saved["causes"])
+        return cls(**{**saved, "causes": causes, "loss": math.nan, "norm": math.nan})
 
 
 @dataclass(frozen=True, kw_only=True)

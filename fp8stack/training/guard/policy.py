@@ -80,10 +80,7 @@ class Guard:
         # The step that the last roll-back for broken weights went to.
         self._mended_at: int | None = state.get("mended_at")
         self._tried: list[str] = list(state.get("tried", ()))
-        self._recent = [
-            BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
-            for bad in state.get("bad", ())
-        ]
+        self._recent = [BadStep.from_json(bad) for bad in state.get("bad", ())]
         self._alarmed, self._outcome = set[str](), Outcome()
         self._weights_checked = run.step // CHECK_WEIGHTS_EVERY
         if state:
@@ -99,11 +96,8 @@ class Guard:
             "last_bad": self._last_bad,
             "mended_at": self._mended_at,
             "tried": self._tried,
-            "bad": [
-                {"step": bad.step, "causes": int(bad.causes), "slot": bad.slot, "said": bad.reason}
-                for bad in self._recent
-            ],
-            "left_fp16": self._left_fp16,
+            "bad": [bad.to_json() for bad in self._recent],
+            "left_fp16": _left_fp16(self.run),
         }
 
     def begin(self, step: int) -> Outcome:
@@ -115,12 +109,8 @@ class Guard:
         over = [name for name, last in self.demoted.items() if last is not None and step > last]
         for layer in over:
             del self.demoted[layer]
-            self._add_event(
-                step,
-                "restore",
-                f"{counted(self.config.layer_steps, 'step is', 'steps are')} over",
-                layer=layer,
-            )
+            steps = counted(self.config.layer_steps, "step is", "steps are")
+            self._add_event(step, "restore", f"{steps} over", layer=layer)
         return outcome
 
     def check(self, step: int, *, acts: bool = True) -> Outcome:
@@ -140,17 +130,13 @@ class Guard:
             self._add_event(step, "clear_amax", reason, layer=layer, operand=operand)
         # If the guard is not enabled, all steps after the first bad step are skipped.
         for bad in findings.bad if self.config.enabled else findings.bad[:1]:
-            values = {"loss": bad.loss, "grad_norm": bad.norm}
-            finite = {
-                key: value if abs(value) < math.inf else None for key, value in values.items()
-            }
-            self._add_event(bad.step, "skip", bad.reason, **finite)
+            values = {"loss": _finite(bad.loss), "grad_norm": _finite(bad.norm)}
+            self._add_event(bad.step, "skip", bad.reason, **values)
         if not self.config.enabled:
             for bad in findings.bad[:1]:
                 not_taken = "The step was not taken; weights are as before."
-                self._give_up(
-                    bad.step, [f"Step {bad.step}: {bad.reason}.", not_taken], finite=False
-                )
+                sentences = [f"Step {bad.step}: {bad.reason}.", not_taken]
+                self._give_up(bad.step, sentences, finite=False)
             return outcome
         oldest = step - max(self.monitor.reach, findings.streak)
         self._recent = [bad for bad in [*self._recent, *findings.bad] if bad.step > oldest]
@@ -185,7 +171,7 @@ class Guard:
         scaler = self.run.scaler
         if scaler is None:
             return
-        if overflows >= self.config.overflows and self._can_leave_fp16():
+        if overflows >= self.config.overflows and _can_leave_fp16(self.run):
             self._to_bf16(step, f"{overflows} steps in a row overflowed in fp16")
             return
         scale = float(scaler.get_scale())
@@ -198,15 +184,6 @@ class Guard:
                 self._add_event(step, "loss_scale", f"{warning} {_FP16_REMEDY}")
             # Warn again only after the condition has passed.
             self._alarmed = self._alarmed | {kind} if is_so else self._alarmed - {kind}
-
-    @property
-    def _left_fp16(self) -> bool:
-        in_fp16 = any(plan.loss_scaling for plan in self.run.plans)
-        return self.run.loss_scaler is not None and not in_fp16
-
-    def _can_leave_fp16(self) -> bool:
-        run = self.run
-        return run.plan.loss_scaling and resolve("bf16", run.hardware).compute_dtype == "bf16"
 
     def _to_bf16(self, step: int, reason: str) -> None:
         self._tried.append("left fp16 for bf16")
@@ -221,7 +198,8 @@ class Guard:
         self.monitor.forgive()
         self._recent = []
         # A second roll-back needs a newer checkpoint, or the run would repeat itself forever.
-        saved = self._saved_before(step, -1 if self._mended_at is None else self._mended_at)
+        self.wait_for_saves()
+        saved = _checkpoint_before(self.run, step, after=self._mended_at or -1)
         if saved is None:
             self._give_up(step, [f"Step {step}: {reason}."], finite=False)
         else:
@@ -238,7 +216,8 @@ class Guard:
         # Amid bad steps in a row, a stop may have saved a checkpoint: go back before the first.
         in_row = streak >= len(bad)
         if self._incidents == 1:
-            saved = self._saved_before((bad[0] if in_row else bad[-1]).step)
+            self.wait_for_saves()
+            saved = _checkpoint_before(self.run, (bad[0] if in_row else bad[-1]).step)
             if saved is not None:
                 which_steps = "steps in a row" if in_row else f"of {_span(bad)} steps"
                 several = f"{len(bad)} {which_steps} were bad: " if len(bad) > 1 else ""
@@ -253,13 +232,10 @@ class Guard:
         if in_fp8:
             self.demoted = dict.fromkeys([*self.demoted, *_all_in_fp8(self.run.plans)])
             return self._leave_fp8(step, {"layer": WHOLE}, reason, None)
-        if self._can_leave_fp16():
+        if _can_leave_fp16(self.run):
             return self._to_bf16(step, reason)
-        return self._stop(step, bad, culprit, in_row)
-
-    def _saved_before(self, step: int, after: int = -1) -> Checkpoint | None:
-        self.wait_for_saves()
-        return _checkpoint_before(self.run, step, after)
+        is_finite = not any(bad_step.causes & NOT_FINITE for bad_step in bad)
+        return self._give_up(step, _sentences(bad, culprit, in_row), is_finite)
 
     def _roll_back(self, step: int, saved: Checkpoint, bad: Sequence[BadStep], reason: str) -> None:
         self.left_out |= {bad_step.step for bad_step in bad}
@@ -273,17 +249,6 @@ class Guard:
         self._tried.append(f"ran {scope} in {precision}")
         self._add_event(step, "demote", reason, **where, precision=precision, until_step=last)
 
-    def _stop(
-        self, step: int, bad: Sequence[BadStep], culprit: Diagnosis | None, in_row: bool
-    ) -> None:
-        which_steps = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
-        again = f", as in {len(bad)} {which_steps}" if len(bad) > 1 else ""
-        sentences = [f"Step {bad[-1].step}: {bad[-1].reason}{again}."]
-        sentences.append("Weights are as before.")
-        if culprit is not None:
-            sentences.append(f"It shows first in {culprit}.")
-        self._give_up(step, sentences, not any(bad_step.causes & NOT_FINITE for bad_step in bad))
-
     def _give_up(self, step: int, sentences: list[str], finite: bool) -> None:
         if self._tried:
             sentences.append(f"The guard {', then '.join(self._tried)}; it did not help.")
@@ -293,6 +258,27 @@ class Guard:
         failure = " ".join([*sentences, saved, _remedy(self.run, finite)])
         self._add_event(step, "stop", failure)
         self._outcome.failure = failure
+
+
+def _left_fp16(run: Run) -> bool:
+    return run.loss_scaler is not None and not any(plan.loss_scaling for plan in run.plans)
+
+
+def _can_leave_fp16(run: Run) -> bool:
+    return run.plan.loss_scaling and resolve("bf16", run.hardware).compute_dtype == "bf16"
+
+
+def _sentences(bad: Sequence[BadStep], culprit: Diagnosis | None, in_row: bool) -> list[str]:
+    """Sentences on the last bad step, how many there were, and where they began."""
+    which_steps = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
+    again = f", as in {len(bad)} {which_steps}" if len(bad) > 1 else ""
+    sentences = [f"Step {bad[-1].step}: {bad[-1].reason}{again}.", "Weights are as before."]
+    return sentences if culprit is None else [*sentences, f"It shows first in {culprit}."]
+
+
+def _finite(value: float) -> float | None:
+    """A value as it is logged; None if it is not finite."""
+    return value if abs(value) < math.inf else None
 
 
 def _span(bad: Sequence[BadStep]) -> int:
@@ -309,7 +295,7 @@ def _all_in_fp8(plans: Sequence[Plan]) -> list[str]:
     return linears + [name.removesuffix(".qkv") for name in names if name.endswith(".qkv")]
 
 
-def _checkpoint_before(run: Run, step: int, after: int) -> Checkpoint | None:
+def _checkpoint_before(run: Run, step: int, after: int = -1) -> Checkpoint | None:
     """The newest checkpoint before `step` and after `after` that every rank can use."""
     ranks, folder = run.ranks, run.folder.checkpoints
     saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])

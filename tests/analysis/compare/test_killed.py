@@ -1,19 +1,26 @@
-"""The runs of a killed comparison save and end, and the same command resumes them."""
+"""The runs of a comparison that is stopped or killed save and end, and the same command resumes
+them."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from fp8stack.analysis.compare import runs
 from fp8stack.training.run_folder import RunFolder
-from tests.conftest import TINY, losses
+from tests.analysis.compare.test_comparison import SMALL, InProcess, report, stand_in
+from tests.conftest import TINY, losses, metrics
 from tests.faults.processes import Child, run_ranks
+from tests.support import halting_child
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux")
 
@@ -36,13 +43,63 @@ def trainer_of(process: int) -> int:
     return next(int(x) for x in ids if b"pretrain" in Path(f"/proc/{x}/cmdline").read_bytes())
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process runs or is stopped (Linux)."""
+def state_of(process: int) -> str:
+    """The state of a process: T if it is stopped by a signal, X if it is gone (Linux)."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+        return "X"
+
+
+def is_pending(number: int, process: int) -> bool:
+    """Whether a signal waits for a process that stands still (Linux)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd"))
+    return bool(mask >> (number - 1) & 1)
+
+
+@contextmanager
+def halting(rank: int) -> Iterator[None]:
+    """A change to a process: runs that it starts stop after their fifth step."""
+
+    class Halting(subprocess.Popen):
+        def __init__(self, words: list[str], **options: Any) -> None:
+            super().__init__([words[0], halting_child.__file__, *words[3:]], **options)
+
+    with patch.object(runs, "subprocess", stand_in(Halting)):
+        yield
+
+
+def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
+    command, tmp_path, monkeypatch
+):
+    flags = ["--recipes", "fp32,current", "--seeds", "1", *SMALL]
+    process = Child(["compare", "--out", "c", *flags], tmp_path, change=halting)
+    run = tmp_path / "c" / "runs" / "fp32-seed0"
+    log = run / "metrics.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= halting_child.STEP)
+    trainer = trainer_of(process.pid)
+    wait_until(lambda: state_of(trainer) == "T")
+    process.signal(signal.SIGINT)
+    wait_until(lambda: is_pending(signal.SIGTERM, trainer))
+    os.kill(trainer, signal.SIGCONT)
+    ended = process.wait(600)
+    printed = ended.stdout + ended.stderr
+    assert ended.code == 75, printed
+    assert "Go on with:\n  fp8stack compare --recipes fp32,current" in printed
+    assert "Traceback" not in printed
+    done = metrics(run)[-1]["step"]
+    # While another thread takes the signal, the main thread may train a step.
+    assert halting_child.STEP <= done < 12
+    assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert report(tmp_path / "c")["recipes"][0]["verdict"] == "baseline, 1 of 1 seeds to do"
+    monkeypatch.setattr(runs, "subprocess", stand_in(InProcess))
+    assert command("compare", "--out", "c", *flags) == 0
+    evaluated = ["--set", "eval_every=1", "--set", "final_eval_windows=16"]
+    assert command("pretrain", "--out", "r", "--recipe", "fp32", *SMALL, *evaluated) == 0
+    assert losses(run) == losses(tmp_path / "r")
+    rows = report(tmp_path / "c")["recipes"]
+    assert [row["verdict"] for row in rows] == ["baseline", "not known yet: 1 pair"]
 
 
 @pytest.mark.slow
@@ -60,11 +117,10 @@ def test_a_killed_comparison_leaves_no_process_and_the_same_command_goes_on(tmp_
     assert RunFolder(run).is_running
     os.kill(trainer, signal.SIGCONT)
     ended = again.wait()
-    assert not is_alive(trainer)
+    assert state_of(trainer) in "ZX"
     assert ended.code == 0, ended
     assert f"fp32, seed 0: waiting for another process that trains in {run}\n" in ended.stdout
-    report = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [row["status"] for row in report["runs"]] == ["done", "done"]
+    assert [row["status"] for row in report(tmp_path / "c")["runs"]] == ["done", "done"]
     printed = (tmp_path / "c" / "logs" / "fp32-seed0.txt").read_text()
     assert "resumed from" in printed  # the first saved when its comparison was gone
     twin = ["pretrain", "--recipe", "fp32", "--out", "r", *RUN]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fp8stack.analysis.conform.casts import TENSORS, as_operands
+from fp8stack.analysis.conform.casts import as_operands, named
 from fp8stack.analysis.conform.checks import equal
 from fp8stack.analysis.conform.oracles import quantize
 from fp8stack.common.formats import Quantizer
@@ -199,8 +199,7 @@ def block_cast_differences(product: FusedInput, quantizer: Quantizer, device: st
     references = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
     copies = (cast.data, cast.inv_scale), (cast.transposed, cast.columnwise_inv_scale)
     case_name = f"blocks of {product.name} {tuple(product.shape)}: "
-    tensors = [t if place % 2 == 0 else t.reshape(-1) for place, t in enumerate(sum(copies, ()))]
-    actual = dict(zip(TENSORS, tensors, strict=True))
+    actual = named(*copies)
     facts = equal(actual, as_operands(references, quantizer))
     wrong = [case_name + line for line in facts.get("first", [])]
     return wrong + [
