@@ -111,6 +111,9 @@ def _cast_half(
     """
     quads: tl.constexpr = HOW.rows // 4
     per_tensor: tl.constexpr = HOW.scales == "given" or HOW.scales == "current"
+    needs_all_rows: tl.constexpr = HOW.scales == "squares" or (
+        HOW.columnwise and (HOW.scales == "rows" or HOW.scales == "mx")
+    )
     quad = down * quads + tl.arange(0, quads)[:, None]
     column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
     in_width, out_column = column < width, column + HALF * width
@@ -140,22 +143,23 @@ def _cast_half(
     if HOW.sums:
         line = sums + down.to(tl.int64) * columns + out_column
         tl.store(line, tl.sum(total, axis=0)[None, :], mask=in_width)
-    if HOW.scales == "squares" or (HOW.columnwise and (HOW.scales == "rows" or HOW.scales == "mx")):
+    if needs_all_rows:
         if HOW.scales == "squares":
-            times = _scale_of(tl.max(largest), HOW)
-            _put_square_scale(inverse_of(times), inverse, columnwise_inverse, down, block, rows,
-                              columns, HOW)  # fmt: skip
+            multiplier = _scale_of(tl.max(largest), HOW)
+            _put_square_scale(inverse_of(multiplier), inverse, columnwise_inverse, down, block,
+                              rows, columns, HOW)  # fmt: skip
         elif HOW.scales == "rows":
-            times = _scale_of(tl.max(largest, axis=0)[None, :], HOW)
+            multiplier = _scale_of(tl.max(largest, axis=0)[None, :], HOW)
             line = columnwise_inverse + down * columns + out_column
-            tl.store(line, inverse_of(times), mask=in_width)
+            tl.store(line, inverse_of(multiplier), mask=in_width)
         else:
-            times = _put_mx_columns(largest, quad, out_column, in_width, rows, columnwise_inverse,
-                                    HOW)  # fmt: skip
+            multiplier = _put_mx_columns(largest, quad, out_column, in_width, rows,
+                                         columnwise_inverse, HOW)  # fmt: skip
         for part in tl.range(4):
             row = 4 * quad + part
             inside = (row < rows) & in_width
-            codes = _codes(_values(x, dy, row, column, width, inside, HALF, HOW) * times, HOW)
+            values = _values(x, dy, row, column, width, inside, HALF, HOW)
+            codes = _codes(values * multiplier, HOW)
             if HOW.scales == "squares":
                 place = data + row.to(tl.int64) * columns + out_column
                 tl.store(place, codes, mask=inside)
