@@ -27,7 +27,12 @@ from fp8stack.common.io import (
     write_atomically,
 )
 from fp8stack.common.terminal import shell_quoted
-from fp8stack.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
+from fp8stack.data.tokenizer import (
+    SPECIAL_TOKENS,
+    TOKENIZER_FILE,
+    Tokenizer,
+    save_tokenizer,
+)
 from fp8stack.planning.run_config import (
     TRACKERS,
     RunConfig,
@@ -147,6 +152,16 @@ class RunFolder:
         if in_the_way:
             raise UserError(f"{in_the_way[0]} is in the way: it is no run's. Give another --out.")
 
+    def require_removable(self) -> None:
+        """Raise a UserError if `remove` would remove something that is no run's own."""
+        self.require_folder()
+        self.require_own_files()
+        if self.path.is_symlink():
+            raise UserError(
+                f"{self.path} is a symbolic link, and --overwrite removes nothing through one. "
+                f"Give --out {shell_quoted(os.path.realpath(self.path))}"
+            )
+
     def require_folder(self) -> None:
         """Raise a UserError if the path of the folder is a file."""
         if self.path.exists() and not self.path.is_dir():
@@ -256,9 +271,13 @@ class RunFolder:
 
         return with_files(config, inside)
 
-    def write_config(self, config: RunConfig) -> None:
-        """Save the configuration as `run.toml`, which repeats the run."""
+    def write(self, config: RunConfig, plan: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+        """Save `run.toml`, which repeats the run, the plan, and the tokenizer of the data, if it
+        is known."""
         write_atomically(self.config, to_toml(self.portable(config)).encode())
+        self.write_plan(plan)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, self.path)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""
@@ -381,11 +400,13 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows[: max(counts, default=0)])
 
 
-def new_folder(config: RunConfig) -> RunFolder:
+def new_folder(config: RunConfig, *, overwrite: bool = False) -> RunFolder:
     """The folder of a new run: `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`,
-    `-3` ..."""
+    `-3` ... Raises a UserError if `--out` is not free, or with `overwrite` cannot be removed."""
     if config.out:
-        return RunFolder(Path(config.out))
+        folder = RunFolder(Path(config.out))
+        folder.require_removable() if overwrite else folder.require_free()
+        return folder
     stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))

@@ -7,15 +7,22 @@ from typing import Any
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.layers.compiler import TE_COMPILED, is_compiled
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.layers.compiler import (
+    TE_COMPILED,
+    is_compiled,
+    require_compilable,
+    require_compiler,
+)
+from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planning.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.planning.run_config import RunConfig, merged
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.recipe import ComputeDtype
-from fp8stack.training.distributed.parallelize import TE_SHARDED
+from fp8stack.training.memory_check import Footprint, require_memory
+from fp8stack.training.optim.optimizer import require_optimizer
 
+TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
 ANY = ""
 BEGAN_WITHOUT_FP8 = "the run began without FP8"
 
@@ -62,6 +69,66 @@ class Schedule:
         """The phase of `step`, and the index of its plan."""
         number = next(n for n, phase in enumerate(self.phases) if step <= phase.last)
         return self.phases[number], self.indices[number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlans:
+    """The model of a run, and the plans of its recipes, all of which are possible."""
+
+    model: GPTConfig
+    context: int
+    plans: list[Plan]
+    compiled: list[bool]  # for each plan
+    schedule: Schedule
+    in_fp16: bool  # whether a phase needs a loss scale
+
+    @property
+    def trained(self) -> list[Plan]:
+        """The plan of each phase of training."""
+        return [self.plans[index] for index in self.schedule.indices]
+
+
+def plan_run(
+    config: RunConfig,
+    hardware: Hardware,
+    ranks: int,
+    decided: Decided | None = None,
+    *,
+    here: bool = True,
+) -> RunPlans:
+    """Plan a run on `ranks` processes with `hardware`. This is the one check of whether it is
+    possible, before anything is built or written.
+
+    Args:
+        decided: the decisions of a resumed run.
+        here: whether this machine runs it, which then needs a compiler and the memory.
+
+    Raises:
+        UserError: the run is not possible.
+    """
+    model = load_config(config.model, config.model_overrides)
+    context = context_of(config, model)
+    _require_divisible(config, ranks)
+    tokens = config.batch // (config.accumulate * ranks) * context
+    plans, schedule = plan_phases(config, model, hardware, decided or Decided(), tokens)
+    if ranks > 1:
+        _require_parallel(config, plans)
+    kind = config.activation_checkpointing
+    for plan in plans if config.compile else ():
+        (require_compiler if here else require_compilable)(plan, kind)
+    require_optimizer(config, hardware, ranks)
+    planned = RunPlans(
+        model=model,
+        context=context,
+        plans=plans,
+        compiled=[is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans],
+        schedule=schedule,
+        in_fp16=any(plan.loss_scaling for plan in plans),
+    )
+    if here:
+        footprint = Footprint(config, model, context, ranks)
+        require_memory(footprint, planned.trained, hardware, compiled=any(planned.compiled))
+    return planned
 
 
 def without_folder(request: str) -> str:
@@ -194,6 +261,27 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
             f"Lower it, or --set model.context={context}"
         )
     return context
+
+
+def _require_divisible(config: RunConfig, ranks: int) -> None:
+    """Raise a UserError unless the batch can be divided equally among the ranks."""
+    if config.batch % (config.accumulate * ranks):
+        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+        raise UserError(
+            f"batch {config.batch}{micro} cannot be shared equally by {ranks} ranks. Choose a "
+            f"multiple of {config.accumulate * ranks}."
+        )
+
+
+def _require_parallel(config: RunConfig, plans: Sequence[Plan]) -> None:
+    """Raise a UserError if several ranks cannot train by these plans and this configuration."""
+    if config.parallel == "fsdp" and any(plan.backend == "te" for plan in plans):
+        raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
+    if config.grad_compression != "none" and config.parallel != "ddp":
+        raise UserError(
+            f"--grad-compression {config.grad_compression} with --parallel {config.parallel} is "
+            "not possible: DDP alone has it. Choose --parallel ddp, or leave it out."
+        )
 
 
 def _require_whole_sequences(attention: str, config: RunConfig, model: GPTConfig) -> None:

@@ -9,8 +9,7 @@ from fp8stack import data
 from fp8stack.common.errors import UnservedAttention, UserError
 from fp8stack.common.hub import path_in, repository_in
 from fp8stack.common.io import absolute_path
-from fp8stack.common.terminal import shell_quoted
-from fp8stack.data.tokenizer import NAMED, save_tokenizer
+from fp8stack.data.tokenizer import NAMED
 from fp8stack.planning.run_config import (
     RunConfig,
     for_ranks,
@@ -19,7 +18,7 @@ from fp8stack.planning.run_config import (
     with_files,
 )
 from fp8stack.precision import probe
-from fp8stack.training.datasets import named_tokenizer, with_vocabulary
+from fp8stack.training.datasets import with_vocabulary
 from fp8stack.training.distributed.process_group import Ranks, join
 from fp8stack.training.init_from import tokenizer_to_begin_with, with_source
 from fp8stack.training.load import absolute_source, find_source
@@ -85,7 +84,7 @@ def set_up(
     if restarted and resume is None:
         note = "torchrun started this again: going on as with --resume auto"
         run = replace(run, notes=(*run.notes, note))
-    with ranks.together(), run.folder.released_on_error():
+    with ranks.together():
         return _begin(run, beginning, overwrite)
 
 
@@ -120,15 +119,16 @@ def _find_beginning(
         notes = [f"{folder.path} has no checkpoint yet: starting again from step 1"]
         config = config_to_begin_again(folder, config)
     else:
-        folder = RunFolder(Path(ranks.from_main(lambda: _folder_for(config, overwrite))))
+        path = ranks.from_main(lambda: str(new_folder(config, overwrite=overwrite).path))
+        folder = RunFolder(Path(path))
     use_threads(config.threads)
     if resumption is None and config.init_from:
         source = find_source(config.init_from)
         config = with_source(config, source)
         tokenizer_file = tokenizer_to_begin_with(source, config)
-    tokenizer = named_tokenizer(config)
     if resumption is None:
-        config = with_vocabulary(for_ranks(config, ranks.count), tokenizer)
+        config = for_ranks(config, ranks.count)
+    config, tokenizer = with_vocabulary(config, is_new=resumption is None)
     return Beginning(
         config=config,
         folder=folder,
@@ -171,22 +171,6 @@ def _refuse_overwriting(config: RunConfig, resume: str | None) -> None:
             )
 
 
-def _folder_for(config: RunConfig, overwrite: bool) -> str:
-    """The path of a new run's folder. Raises a UserError if it cannot be used."""
-    folder = new_folder(config)
-    if not overwrite:
-        folder.require_free()
-        return str(folder.path)
-    folder.require_folder()
-    folder.require_own_files()
-    if folder.path.is_symlink():
-        raise UserError(
-            f"{folder.path} is a symbolic link, and --overwrite removes nothing through one. Give "
-            f"--out {shell_quoted(os.path.realpath(folder.path))}"
-        )
-    return str(folder.path)
-
-
 def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
     """Restore the checkpoint, lock the folder of `run`, start trackers and write the run's files.
     Returns the run with its notes."""
@@ -196,7 +180,9 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
         notes = [*resumption.notes, *run.notes, *notes]
     elif note := preset_note(run.config):
         notes.append(note)
-    if run.ranks.is_main:
+    if not run.ranks.is_main:
+        return replace(run, notes=tuple(notes))
+    with folder.released_on_error():
         folder.claim()
         if beginning.continues:
             folder.forget_after(run.step)
@@ -205,12 +191,9 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
         start_trackers(run.accelerator, folder.path, resumed=beginning.continues)
         if overwrite and (removed := folder.remove()):
             notes.append(removed)
-        run = replace(run, config=folder.keep_files(_with_tokenizer(run)))
-        folder.write_config(run.config)
-        folder.write_plan(run.plan_json())
-        if run.data.tokenizer is not None:
-            save_tokenizer(run.data.tokenizer, folder.path)
-    return replace(run, notes=tuple(notes))
+        run = replace(run, config=folder.keep_files(_with_tokenizer(run)), notes=tuple(notes))
+        folder.write(run.config, run.plan_json(), run.data.tokenizer)
+    return run
 
 
 def _with_tokenizer(run: Run) -> RunConfig:
