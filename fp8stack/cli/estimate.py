@@ -134,16 +134,15 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     from fp8stack.common import presets
     from fp8stack.model.config import plan_for
     from fp8stack.planning.estimate import CHECKPOINTING, Answer, PhaseEstimate, memory_of
-    from fp8stack.planning.run_config import for_ranks
     from fp8stack.training.memory_check import Footprint
     from fp8stack.training.run_plans import plan_run, unwanted_backends
 
     memory, whose = memory_of(hardware)
     if memory_gib is not None:
         memory, whose = round(memory_gib * 2**30), "--memory"
-    config = for_ranks(config, ranks)
     planned = plan_run(config, hardware, ranks, here=False)
-    model, context, trained = planned.model, planned.context, planned.trained
+    config, trained = planned.config, planned.trained
+    model, context = planned.model, planned.context
     share = config.accumulate * ranks
     sequences = config.batch // share
     footprint = Footprint(config, model, context, ranks)

@@ -17,8 +17,7 @@ from fp8stack.model.gpt import Recompute
 from fp8stack.planning.memory import Estimate, Setting, estimate
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.savings import largest_batch
-from fp8stack.precision import Hardware, Plan
-from fp8stack.precision.system_memory import available_memory
+from fp8stack.precision import Hardware, Plan, system_memory
 
 UNCERTAIN = 0.1  # how much an estimate may exceed the measured memory, as a fraction
 COMPILED = 0.5  # the same for compiled code, which chooses what it saves for backward
@@ -108,7 +107,7 @@ def require_memory(
     """Raise a UserError that names the largest batch that fits, if a run clearly does not fit into
     the free memory."""
     config, ranks = footprint.config, footprint.ranks
-    free = available_memory(hardware.device) if config.check_memory else None
+    free = system_memory.available_memory(hardware.device) if config.check_memory else None
     if free is None:
         return
     if hardware.device == "cpu" and ranks > 1:  # one memory for all

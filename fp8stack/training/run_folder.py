@@ -152,16 +152,6 @@ class RunFolder:
         if in_the_way:
             raise UserError(f"{in_the_way[0]} is in the way: it is no run's. Give another --out.")
 
-    def require_removable(self) -> None:
-        """Raise a UserError if `remove` would remove something that is no run's own."""
-        self.require_folder()
-        self.require_own_files()
-        if self.path.is_symlink():
-            raise UserError(
-                f"{self.path} is a symbolic link, and --overwrite removes nothing through one. "
-                f"Give --out {shell_quoted(os.path.realpath(self.path))}"
-            )
-
     def require_folder(self) -> None:
         """Raise a UserError if the path of the folder is a file."""
         if self.path.exists() and not self.path.is_dir():
@@ -405,7 +395,15 @@ def new_folder(config: RunConfig, *, overwrite: bool = False) -> RunFolder:
     `-3` ... Raises a UserError if `--out` is not free, or with `overwrite` cannot be removed."""
     if config.out:
         folder = RunFolder(Path(config.out))
-        folder.require_removable() if overwrite else folder.require_free()
+        if not overwrite:
+            folder.require_free()
+            return folder
+        folder.require_folder()
+        if folder.path.is_symlink():
+            raise UserError(
+                f"{folder.path} is a symbolic link, and --overwrite removes nothing through one. "
+                f"Give --out {shell_quoted(os.path.realpath(folder.path))}"
+            )
         return folder
     stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
     for number in itertools.count(1):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
@@ -15,7 +15,7 @@ from fp8stack.layers.compiler import (
 )
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planning.phases import Override, Phase, evaluation_in, phases_of
-from fp8stack.planning.run_config import RunConfig, merged
+from fp8stack.planning.run_config import RunConfig, for_ranks, merged
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.recipe import ComputeDtype
@@ -23,6 +23,7 @@ from fp8stack.training.memory_check import Footprint, require_memory
 from fp8stack.training.optim.optimizer import require_optimizer
 
 TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
+Value = TypeVar("Value")
 ANY = ""
 BEGAN_WITHOUT_FP8 = "the run began without FP8"
 
@@ -42,11 +43,9 @@ class Decided:
 
     def layers_left_out(self, request: str) -> Mapping[str, str] | None:
         """The layers that are not in FP8 in the phases with this request (`Phase.asked`), if that
-        was decided. A run names its own copy of a recipe's file when it is resumed."""
-        for key in (request, without_folder(request), ANY):
-            if key in self.left_out:
-                return self.left_out[key]
-        return None
+        was decided."""
+        left_out = by_request(self.left_out, request)
+        return self.left_out.get(ANY) if left_out is None else left_out
 
     def recipe(self, name: str, overrides: Mapping[str, Override] | None = None) -> Recipe:
         """`load_recipe`; a recipe that no longer ships is the checkpoint's, overrides included."""
@@ -75,6 +74,7 @@ class Schedule:
 class RunPlans:
     """The model of a run, and the plans of its recipes, all of which are possible."""
 
+    config: RunConfig  # see `for_ranks`
     model: GPTConfig
     context: int
     plans: list[Plan]
@@ -106,6 +106,7 @@ def plan_run(
     Raises:
         UserError: the run is not possible.
     """
+    config = for_ranks(config, ranks)
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     _require_divisible(config, ranks)
@@ -118,6 +119,7 @@ def plan_run(
         (require_compiler if here else require_compilable)(plan, kind)
     require_optimizer(config, hardware, ranks)
     planned = RunPlans(
+        config=config,
         model=model,
         context=context,
         plans=plans,
@@ -131,8 +133,17 @@ def plan_run(
     return planned
 
 
-def without_folder(request: str) -> str:
-    """`request`, a `Phase.asked`, without the folder of the recipe's file."""
+def by_request(table: Mapping[str, Value], request: str) -> Value | None:
+    """The value that `table` has for `request`, a `Phase.asked`; None if it has none. A resumed run
+    names its own copy of a recipe's file: the folder may differ if only one value fits."""
+    if request in table:
+        return table[request]
+    name = _without_folder(request)
+    values = [value for key, value in table.items() if _without_folder(key) == name]
+    return values[0] if values and all(value == values[0] for value in values) else None
+
+
+def _without_folder(request: str) -> str:
     recipe, word, changes = request.partition(" with ")
     return (os.path.basename(recipe) if recipe.endswith(".toml") else recipe) + word + changes
 

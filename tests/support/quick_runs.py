@@ -16,8 +16,8 @@ from fp8stack.analysis.compare.gaps import RecipeFigures
 from fp8stack.data import Corpus
 from fp8stack.data.sources import _Loader
 from fp8stack.data.tokenizer.byte_level import ByteTokenizer
-from fp8stack.precision import Hardware, Plan
-from fp8stack.training import finalize, memory_check, run_plans
+from fp8stack.precision import Hardware, Plan, system_memory
+from fp8stack.training import finalize, run_plans
 from fp8stack.training.memory_check import Footprint, require_memory
 from fp8stack.training.metrics import throughput
 from fp8stack.training.metrics.read import Metrics
@@ -53,7 +53,7 @@ def _require_memory_of_large_runs(
 ) -> None:
     tokens = footprint.config.batch * footprint.context
     is_tiny = footprint.model.parameters() < 2**20 and tokens < 2**14
-    free = memory_check.available_memory(hardware.device)
+    free = system_memory.available_memory(hardware.device)
     if not is_tiny or free is None or free < 2**30:
         require_memory(footprint, plans, hardware, **options)
 

@@ -11,9 +11,8 @@ import torch
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, system_memory
 from fp8stack.precision.system_memory import available_memory
-from fp8stack.training import memory_check
 from fp8stack.training.memory_check import (
     Footprint,
     expand_segments,
@@ -42,7 +41,7 @@ def footprint(hardware: Hardware = CPU, ranks: int = 1, **keys: object) -> tuple
 
 def check(of: Footprint, plans: list, hardware: Hardware, free: int | None, **keys: bool) -> None:
     """`require_memory` where so many bytes are free."""
-    with patch.object(memory_check, "available_memory", lambda device: free):
+    with patch.object(system_memory, "available_memory", lambda device: free):
         require_memory(of, plans, hardware, **keys)
 
 
@@ -95,7 +94,7 @@ def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
 
 
 def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
-    monkeypatch.setattr(memory_check, "available_memory", lambda device: 7 * 2**18)
+    monkeypatch.setattr(system_memory, "available_memory", lambda device: 7 * 2**18)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
     refused(*flags, message="enough for 2. Give --batch 4 --accumulate 2, or --batch 2.")
     assert command(*flags, "--set", "check_memory=false") == 0

@@ -54,7 +54,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
     with ranks.together():
         decided = None if resumption is None else decided_before(resumption, config)
         planned = plan_run(config, hardware, ranks.count, decided)
-        plan = planned.plans[0]
+        config, plan = planned.config, planned.plans[0]
         # Operands are observed on the main rank only.
         sampling = (config.telemetry_every, config.what_if)
         telemetry = Telemetry(plan, *sampling, operands=ranks.is_main)
@@ -68,7 +68,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
         # After building the model, which uses the RNG differently by recipe. Each rank draws
         # different dropout masks.
         torch.manual_seed(config.seed + ranks.index)
-        accelerator = _build_accelerator(beginning, plan, ranks)
+        accelerator = _build_accelerator(beginning, config, plan, ranks)
         if ranks.count == 1 or config.parallel == "ddp":  # FSDP2 moves block by block
             model.to(accelerator.device)
         loss_scaler = build_scaler(config, accelerator.device) if planned.in_fp16 else None
@@ -138,7 +138,9 @@ def _build_model(planned: RunPlans, config: RunConfig) -> GPT:
     return model
 
 
-def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accelerator:
+def _build_accelerator(
+    beginning: Beginning, config: RunConfig, plan: Plan, ranks: Ranks
+) -> Accelerator:
     """The Accelerator, for devices, accumulation, clipping and trackers; not for mixed precision,
     since the layers cast their inputs."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
@@ -146,7 +148,7 @@ def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accele
             "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
             "--parallel ddp or fsdp spreads a model over ranks."
         )
-    config, folder = beginning.config, beginning.folder.path
+    folder = beginning.folder.path
     trackers = []
     if ranks.is_main:
         trackers = build_trackers(config, folder, resumed=beginning.continues)
@@ -167,7 +169,7 @@ def _notes(
     beginning: Beginning, planned: RunPlans, tokenizer: Tokenizer | None, ranks: int
 ) -> Iterator[str]:
     """Notes to print at the start. `tokenizer` is the data's."""
-    config, source = beginning.config, beginning.source
+    config, source = planned.config, beginning.source
     yield from without_effect(config, planned.in_fp16, ranks, compiled=any(planned.compiled))
     if warning := never_asked_for(config, planned.schedule.phases):
         yield warning

@@ -12,7 +12,6 @@ from fp8stack.common.io import absolute_path
 from fp8stack.data.tokenizer import NAMED
 from fp8stack.planning.run_config import (
     RunConfig,
-    for_ranks,
     parse_config,
     preset_note,
     with_files,
@@ -30,14 +29,10 @@ from fp8stack.training.setup.build import Beginning, build
 from fp8stack.training.setup.resume import (
     Request,
     config_to_begin_again,
-    config_to_resume,
     find_resumption,
     find_run,
-    left_out_trackers,
     refuse_differences,
     restore,
-    tokenizer_to_resume,
-    with_saved_machine,
 )
 from fp8stack.training.threads import use_threads
 
@@ -67,9 +62,8 @@ def set_up(
     if overwrite:
         _refuse_overwriting(config, resume)
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    request = find_run(config, resume or ("auto" if restarted else None), newest=restarted)
-    if request is not None:
-        config = with_saved_machine(config, request)
+    to_resume = resume or ("auto" if restarted else None)
+    config, request = find_run(config, to_resume, newest=restarted)
     expand_segments(config.device)  # before CUDA is initialized
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
@@ -104,16 +98,12 @@ def _find_beginning(
 ) -> Beginning:
     """Find the checkpoint to resume from, or a folder for a new run, and complete the
     configuration."""
-    resumption = None if request is None else find_resumption(request)
+    resumption = None if request is None else find_resumption(request, config)
     ranks.require_equal("checkpoint", "" if resumption is None else str(resumption.path))
     source, tokenizer_file, notes = None, None, []
     if resumption is not None:
-        folder = resumption.folder
-        notes = left_out_trackers(resumption.saved, config)
-        if config.init_from:
-            notes.append("--init-from is not read: the run has a checkpoint")
-        config = config_to_resume(resumption, config)
-        tokenizer_file = tokenizer_to_resume(resumption, config)
+        folder, config = resumption.folder, resumption.config
+        notes, tokenizer_file = [*resumption.notes], resumption.tokenizer_file
     elif request is not None:
         folder = request.folder
         notes = [f"{folder.path} has no checkpoint yet: starting again from step 1"]
@@ -126,8 +116,6 @@ def _find_beginning(
         source = find_source(config.init_from)
         config = with_source(config, source)
         tokenizer_file = tokenizer_to_begin_with(source, config)
-    if resumption is None:
-        config = for_ranks(config, ranks.count)
     config, tokenizer = with_vocabulary(config, is_new=resumption is None)
     return Beginning(
         config=config,
@@ -177,7 +165,7 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
     folder, resumption, notes = run.folder, beginning.resumption, [*beginning.notes, *run.notes]
     if resumption is not None:
         run = restore(run, resumption)
-        notes = [*resumption.notes, *run.notes, *notes]
+        notes += run.notes
     elif note := preset_note(run.config):
         notes.append(note)
     if not run.ranks.is_main:

@@ -277,7 +277,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     assert "resumed from r/checkpoints/step-000008\n" in printed
     assert "steps 12 -> 14: the learning rate follows the new" in printed
     assert [row[:3] for row in losses(run)[:8]] == [row[:3] for row in uninterrupted[:8]]
-    refused("pretrain", "--resume", "r", "--steps", "3", message="less than the 14")
+    refused("pretrain", "--resume", "r", "--steps", "3", message="has done 14. Give more")
     (run / "checkpoints/step-000012/checkpoint.json").unlink()
     refused("pretrain", "--resume", "r/checkpoints/step-000012", code=3)
 
