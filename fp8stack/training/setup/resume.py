@@ -3,7 +3,7 @@ checkpoint, check that the configuration matches, and restore the run. A branch 
 recipes."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,21 +135,9 @@ def find_resumption(request: Request, requested: RunConfig) -> Resumption | None
         checkpoint, path, passed_over = load_sound(named, can_go_on), named, []
     # run.toml may have been edited.
     table = at_home(checkpoint.info["config"], run.path)
-    begins = "a new run that begins with" if request.is_branch else "resumed from"
-    notes = ["; passed over: ".join([f"{begins} {path}", *passed_over])]
-    try:
-        parse_config(str(run.config), {})
-    except UserError as error:
-        notes += [] if request.is_branch else [f"{error} It is written anew from the checkpoint."]
     saved: RunConfig = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
-    # Trackers are not started unless a flag asks for them: the run may be another user's.
-    trackers = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
-    if trackers:
-        flags = " ".join(f"--{name}" for name in trackers)
-        names = ", ".join(trackers)
-        notes.append(f"not started: {names}, which only the saved run names; to go on: {flags}")
-    if requested.init_from:
-        notes.append("--init-from is not read: the run has a checkpoint")
+    begins = "a new run that begins with" if request.is_branch else "resumed from"
+    note = "; passed over: ".join([f"{begins} {path}", *passed_over])
     resumption = Resumption(
         folder=folder,
         saved=saved,
@@ -157,10 +145,26 @@ def find_resumption(request: Request, requested: RunConfig) -> Resumption | None
         checkpoint=checkpoint,
         path=path,
         is_branch=request.is_branch,
-        notes=tuple(notes),
+        notes=(note, *_left_out(request, requested, saved)),
     )
     config = _config_to_resume(resumption, requested)
     return replace(resumption, config=config, tokenizer_file=_tokenizer(resumption, config))
+
+
+def _left_out(request: Request, requested: RunConfig, saved: RunConfig) -> Iterator[str]:
+    """Notes on settings in files and flags that the run does not take."""
+    try:
+        parse_config(str(request.run.config), {})
+    except UserError as error:
+        if not request.is_branch:
+            yield f"{error} It is written anew from the checkpoint."
+    # Trackers are not started unless a flag asks for them: the run may be another user's.
+    trackers = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
+    if trackers:
+        flags, names = " ".join(f"--{key}" for key in trackers), ", ".join(trackers)
+        yield f"not started: {names}, which only the saved run names; to go on: {flags}"
+    if requested.init_from:
+        yield "--init-from is not read: the run has a checkpoint"
 
 
 def _unless_begun(request: Request) -> Request:
