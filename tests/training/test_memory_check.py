@@ -38,6 +38,7 @@ def footprint(hardware: Hardware = CPU, ranks: int = 1, **keys: object) -> tuple
     return of, [plan], of.peak([plan], config.activation_checkpointing, sequences)
 
 
+@pytest.mark.capability("D1")
 @pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
@@ -118,6 +119,7 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     assert available_memory("cpu", tmp_path / "none") is None
 
 
+@pytest.mark.capability("D9")
 @pytest.mark.parametrize(
     ("device", "cuda", "begun", "environment", "done"),
     [
@@ -165,6 +167,7 @@ def faults_before_and_after(rank: int) -> tuple[int, int]:
     return without, faults()
 
 
+@pytest.mark.capability("D9")
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
 @pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="set outside")
 def test_freed_memory_is_kept_and_not_faulted_in_again():
