@@ -51,7 +51,7 @@ CAPABILITIES = {
     "D4": "`workers`: data read ahead",
     "D5": "`--profile`",
     "D6": "[benchmarks](performance.md); a check against slowdowns",
-    "D7": "[convergence](../bench/results/cpu/study.md) in 300 steps: FP8 within 5 %, bf16 within 1 %",
+    "D7": "[convergence](../bench/results/cpu/study.md): FP8 within 5 %, bf16 within 1 %",
     "D8": "evaluation without a graph; FP8 state unchanged",
     "D9": "allocators; allocations of a step",
     "D10": "[`--threads`](faq.md#training-stalls-on-a-busy-machine): fewer CPU threads",
@@ -84,13 +84,13 @@ def marked() -> dict[str, list[str]]:
 
 def page() -> str:
     """The page's text."""
-    tests, parts = marked(), ["# Capabilities\n\nEach capability, with its tests in `tests/`.\n"]
+    tests, lines = marked(), ["# Capabilities\n\nEach capability, with its tests in `tests/`.\n"]
     for letter, title in SECTIONS.items():
-        parts.append(f"\n## {letter}. {title}\n\n| | what | tests |\n|---|---|---|\n")
+        lines.append(f"\n## {letter}. {title}\n\n| | what | tests |\n|---|---|---|\n")
         for name, text in CAPABILITIES.items():
             if name.startswith(letter):
-                parts.append(f"| {name} | {text} | {' '.join(tests[name])} |\n")
-    return "".join(parts)
+                lines.append(f"| {name} | {text} | {' '.join(tests[name])} |\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":
