@@ -271,9 +271,9 @@ def tiles(shapes: Shapes) -> Iterator[Case]:
     number of warps, the present ones first. Before a tile is timed, its bytes are compared with the
     present kernel's. On a CPU Triton interprets them."""
     # More than 64 elements to a thread do not fit its registers.
-    sides = [(128, 128), (128, 64), (64, 128), (64, 64)]
+    sides = [(64, 64), (64, 128), (128, 64), (128, 128)]
     grid = [
-        (*side, warps) for side in sides for warps in (16, 8, 4) if (side, warps) != (sides[0], 4)
+        (*side, warps) for side in sides for warps in (4, 8, 16) if (side, warps) != (sides[-1], 4)
     ]
     grid = grid if shapes.device != "cpu" else grid[::5]
     for name, make, format, sums, moved in products(shapes):
@@ -283,10 +283,10 @@ def tiles(shapes: Shapes) -> Iterator[Case]:
             yield Case(f"{name}, tile {tile}", size, call, moved)
     rows, columns, width = shapes.rows, shapes.config.hidden, shapes.config.width
     codes = torch.randint(256, (rows, columns), dtype=torch.uint8, device=shapes.device)
-    for tile in sorted((t for t in grid if t[0] == t[1]), key=lambda tile: tile[2] != 8):
+    for tile in sorted((t for t in grid if t[0] == t[1]), key=lambda tile: tile != (128, 128, 8)):
         call = partial(tiled_transpose, codes, tile)
         yield Case(f"transpose of bytes, tile {tile}", codes.shape, call, 2.0 * codes.numel())
-    for tile in sorted(grid, key=lambda tile: tile != (128, 64, 4)):
+    for tile in grid:
         call = partial(tiled_weight, shapes.random(columns, width, dtype=FLOAT32), tile)
         yield Case(f"weight, tile {tile}", (columns, width), call, 6.0 * columns * width)
 

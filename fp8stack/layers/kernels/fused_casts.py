@@ -31,8 +31,25 @@ from fp8stack.layers.kernels.variants import (
 )
 from fp8stack.numerics.operators import operator_on_any_device
 
-BLOCK = 128  # elements of a row or column that share a float32 scale; also the side of a tile
-LAUNCH = OPTIONS | {"num_warps": 16}
+BLOCK = 128  # elements of a row or column that share a float32 scale
+
+
+class Tile(NamedTuple):
+    """The elements that one program of the kernel casts, and its number of warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+TILES = {
+    "none": Tile(64, 64, 4),
+    "given": Tile(64, 64, 4),
+    "mx": Tile(64, 64, 4),
+    "rows": Tile(BLOCK, BLOCK, 16),
+}
+"""The tile for each kind of scales, see `KernelVariant.scales`: by the registers that ptxas gives a
+thread, not measured on a GPU. With float32 scales of blocks a tile is a block, high and wide."""
 _ARGUMENTS = (
     *("x", "dy", "scale", "data", "transposed", "inverse", "columnwise_inverse", "amaxes", "sums"),
 )
@@ -286,7 +303,7 @@ def _outputs(
     """The outputs of an operator, by the names of the kernel's arguments: amaxes of tiles, sums of
     rows of tiles, float32 inverse scales [blocks, rows or columns]. Without a quantizer, only the
     amaxes."""
-    (rows, columns), (tiles_high, tiles_wide) = source.shape, _tiles(source)
+    (rows, columns), (tiles_high, tiles_wide) = source.shape, _tiles(source, quantizer)
     amaxes = _Output((tiles_high * tiles_wide,) if record else (0,))
     if quantizer is None:
         return {"amaxes": amaxes}
@@ -318,12 +335,22 @@ def _allocate(source: FusedInput, *call: Any) -> tuple[Tensor, ...]:
     return tuple(output.allocate(source.x) for output in _outputs(source, *call).values())
 
 
-def _tiles(source: FusedInput) -> tuple[int, int]:
+def _tiles(source: FusedInput, quantizer: Quantizer | None) -> tuple[int, int]:
     """The numbers of tiles in a column and in a row of the matrix; 1 and 1 without a kernel."""
     if not has_kernel(source.x.device):
         return 1, 1
-    tiles_high = torch.sym_max(1, -(-source.shape[0] // BLOCK))  # type: ignore[no-untyped-call]
-    return tiles_high, -(-_width(source) // BLOCK)
+    tile = TILES[_scales(quantizer)]
+    tiles_high = torch.sym_max(1, -(-source.shape[0] // tile.rows))  # type: ignore[no-untyped-call]
+    return tiles_high, -(-_width(source) // tile.columns)
+
+
+def _scales(quantizer: Quantizer | None) -> str:
+    """The kind of scales, see `KernelVariant.scales`; without a quantizer, "none"."""
+    if quantizer is None:
+        return "none"
+    if quantizer.per_tensor:
+        return "given"
+    return "mx" if quantizer.scale == "e8m0" else "rows"
 
 
 def _width(source: FusedInput) -> int:
@@ -340,7 +367,7 @@ class _Kernel:
         from fp8stack.layers.kernels import triton_kernels
         from fp8stack.layers.kernels.launch import KernelLaunch
 
-        tiles_high, tiles_wide = _tiles(source)
+        tiles_high, tiles_wide = _tiles(source, quantizer)
         requested = dict(zip(("columnwise", "record", "sums"), outputs, strict=True))
         kernel_outputs = _outputs(source, quantizer, *outputs)
         self._outputs = list(kernel_outputs.values())
@@ -353,7 +380,8 @@ class _Kernel:
         kernel_variant = product_variant(source, quantizer, exact, **requested)
         sizes = source.x.shape[0], _width(source)
         kernel, constants = triton_kernels.cast_product, {"HOW": kernel_variant}
-        self._launch = KernelLaunch(kernel, tiles_high * tiles_wide, sizes, constants, LAUNCH)
+        options = launch_options(quantizer)
+        self._launch = KernelLaunch(kernel, tiles_high * tiles_wide, sizes, constants, options)
 
     def run(self, source: FusedInput, scale: Tensor | None) -> tuple[Tensor, ...]:
         """Launch the kernel and return its outputs."""
@@ -386,10 +414,13 @@ def product_variant(
 ) -> KernelVariant:
     """The variant of the kernel for a fused input; without a quantizer, for its amax alone. See
     `variants.KernelVariant`."""
-    scales = "none"
-    if quantizer is not None:
-        block_scales = "mx" if quantizer.scale == "e8m0" else "rows"
-        scales = "given" if quantizer.per_tensor else block_scales
-    operation = {"name": source.name, "backward": source.dy is not None}
-    quantizer = quantizer or _quantizer()
-    return variant(quantizer, scales, source.x.dtype, exact, **operation, **requested)
+    scales = _scales(quantizer)
+    fields: dict[str, Any] = {"name": source.name, "backward": source.dy is not None}
+    fields |= {"rows": TILES[scales].rows, "columns": TILES[scales].columns}
+    fields["whole_quads"] = source.shape[0] % 16 == 0
+    return variant(quantizer or _quantizer(), scales, source.x.dtype, exact, **fields, **requested)
+
+
+def launch_options(quantizer: Quantizer | None) -> dict[str, Any]:
+    """Triton's options for the launch of a variant."""
+    return OPTIONS | {"num_warps": TILES[_scales(quantizer)].warps}

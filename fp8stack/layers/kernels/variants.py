@@ -96,6 +96,8 @@ class KernelVariant:
             machine code that stores registers which nothing wrote. To be deleted when no torch that
             brings Triton 3.6 is supported.
         rows, columns: of a tile.
+        whole_quads: whether the rows are a multiple of 16, so that the codes of four rows can be
+            written to the transpose together.
         columnwise, record, sums: whether a transpose, an amax and the sums over rows are wanted.
         name, backward: of a `fused_casts.FusedInput`.
     """
@@ -110,6 +112,7 @@ class KernelVariant:
     assembly: bool = False
     rows: int = 128
     columns: int = 128
+    whole_quads: bool = True
     columnwise: bool = True
     record: bool = False
     sums: bool = False

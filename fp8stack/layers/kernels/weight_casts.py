@@ -42,9 +42,7 @@ class BatchedCast:
             self._kind, self._scales = (
                 (ScaleLayout.MX, "mx") if mx else (ScaleLayout.SQUARES, "squares")
             )
-        # A tile's row is a cache line of bfloat16, 128 bytes, and its column one of FP8; a square
-        # has a tile of its own, and so have the scales that are packed together.
-        tile = (128, 64) if self._kind is ScaleLayout.PER_TENSOR else (_SQUARE, _SQUARE)
+        tile = (_SQUARE, _SQUARE) if self._kind is ScaleLayout.SQUARES else (64, 64)
         self.copies = [self._room(weight) for weight in weights]
         places = places or range(len(weights))
         rows: list[list[int]] = []
@@ -73,10 +71,11 @@ class BatchedCast:
             "exact": converts_exactly(self.device),
             "rows": tile[0],
             "columns": tile[1],
+            "whole_quads": all(row[5] % 16 == 0 for row in rows),
         }
         self._options = OPTIONS | {
             "ALIGNED": all(number % 16 == 0 for row in rows for number in (*row[:3], *row[5:7])),
-            "num_warps": {"current": 4, "squares": 8, "mx": 16}[self._scales],
+            "num_warps": 8 if self._scales == "squares" else 4,
         }
 
     def _room(self, weight: Tensor) -> tuple[Scaled, Scaled]:
