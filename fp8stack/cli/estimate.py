@@ -140,7 +140,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     memory, whose = memory_of(hardware)
     if memory_gib is not None:
         memory, whose = round(memory_gib * 2**30), "--memory"
-    planned = plan_run(config, hardware, ranks, here=False)
+    planned = plan_run(config, hardware, ranks, will_train=False)
     config, trained = planned.config, planned.trained
     model, context = planned.model, planned.context
     share = config.accumulate * ranks

@@ -94,14 +94,14 @@ def plan_run(
     ranks: int,
     decided: Decided | None = None,
     *,
-    here: bool = True,
+    will_train: bool = True,
 ) -> RunPlans:
     """Plan a run on `ranks` processes with `hardware`. This is the one check of whether it is
     possible, before anything is built or written.
 
     Args:
         decided: the decisions of a resumed run.
-        here: whether this machine runs it, which then needs a compiler and the memory.
+        will_train: whether this machine runs it, which then needs a compiler and the memory.
 
     Raises:
         UserError: the run is not possible.
@@ -116,7 +116,7 @@ def plan_run(
         _require_parallel(config, plans)
     kind = config.activation_checkpointing
     for plan in plans if config.compile else ():
-        (require_compiler if here else require_compilable)(plan, kind)
+        (require_compiler if will_train else require_compilable)(plan, kind)
     require_optimizer(config, hardware, ranks)
     planned = RunPlans(
         config=config,
@@ -127,7 +127,7 @@ def plan_run(
         schedule=schedule,
         in_fp16=any(plan.loss_scaling for plan in plans),
     )
-    if here:
+    if will_train:
         footprint = Footprint(config, model, context, ranks)
         require_memory(footprint, planned.trained, hardware, compiled=any(planned.compiled))
     return planned

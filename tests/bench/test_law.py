@@ -38,6 +38,7 @@ def test_the_law_that_comes_with_the_package_is_the_fit(refitted):
     assert refitted.sources == shipped.sources
 
 
+@pytest.mark.capability("D12")
 def test_at_least_five_of_six_training_setups_are_in_the_interval_of_the_others(gaps, refitted):
     checks = law.sources_left_out(published(), gaps, refitted)
     assert len(checks) == 6

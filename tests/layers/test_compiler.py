@@ -175,6 +175,7 @@ SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST]
 
 # Blocks of elements take a quarter of a minute each to compile; a linear of them, and of NVFP4, is
 # compiled in tests/conform.
+@pytest.mark.capability("D3")
 @pytest.mark.parametrize(("recipe", "backend"), [*QUICK, *SLOW])
 def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     """And one compilation serves all blocks. Evaluations, which are compiled apart, are in one
@@ -203,6 +204,7 @@ def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
     assert same(fp8_state(plain), fp8_state(fast))
 
 
+@pytest.mark.capability("D3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "backend"),

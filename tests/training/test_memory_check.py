@@ -45,6 +45,7 @@ def check(of: Footprint, plans: list, hardware: Hardware, free: int | None, **ke
         require_memory(of, plans, hardware, **keys)
 
 
+@pytest.mark.capability("D1")
 @pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
@@ -125,6 +126,7 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     assert available_memory("cpu", tmp_path / "none") is None
 
 
+@pytest.mark.capability("D9")
 @pytest.mark.parametrize(
     ("device", "cuda", "begun", "environment", "done"),
     [
@@ -172,6 +174,7 @@ def faults_before_and_after(rank: int) -> tuple[int, int]:
     return without, faults()
 
 
+@pytest.mark.capability("D9")
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
 @pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="set outside")
 def test_freed_memory_is_kept_and_not_faulted_in_again():

@@ -32,6 +32,7 @@ def test_every_shipped_model_has_a_forecast(model):
     assert (result.loss is None) == model.startswith("gpt-nano")  # bytes, and under a million
 
 
+@pytest.mark.capability("D12")
 def test_a_gap_is_told_in_percent_in_nats_and_in_tokens_with_its_sources():
     result = forecast_by_size("llama-8b", parse_tokens("160B"), ("nvfp4", "mxfp4", "delayed"))
     nvfp4, mxfp4, delayed = result.recipes

@@ -147,17 +147,17 @@ def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe):
     machines = (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True))
     for hardware, backend, parallel in product(machines, backends, ("ddp", "fsdp")):
         keys = {"parallel": parallel, "compile": True, "recipe": recipe, "backend": backend}
-        assert plan_run(RunConfig.model_validate(keys), hardware, 2, here=False).plans
+        assert plan_run(RunConfig.model_validate(keys), hardware, 2, will_train=False).plans
 
 
 def test_transformer_engine_by_name_is_not_shared_out_by_rows():
     config = RunConfig(parallel="fsdp", recipe="delayed", backend="te")
     hardware = Hardware("cuda", (9, 0), has_te=True)
-    (plan,) = plan_run(config, hardware, 1, here=False).plans
+    (plan,) = plan_run(config, hardware, 1, will_train=False).plans
     assert plan.backend == "te"
-    plan_run(config.model_copy(update={"parallel": "ddp"}), hardware, 2, here=False)
+    plan_run(config.model_copy(update={"parallel": "ddp"}), hardware, 2, will_train=False)
     message = (
         "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
     )
     with pytest.raises(UserError, match=message):
-        plan_run(config, hardware, 2, here=False)
+        plan_run(config, hardware, 2, will_train=False)

@@ -70,6 +70,7 @@ def summed() -> list[dict[str, Any]]:
     return in_ranks(partial(_gradients, compressed=True), 2)
 
 
+@pytest.mark.capability("E4")
 def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
     """The oracle is numpy with ml_dtypes' bfloat16, which rounds to nearest even."""
     gradients = [np.tile(_input(rank).sum(0).numpy(), (8, 1)) for rank in (0, 1)]
@@ -81,6 +82,7 @@ def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
         assert summed[rank]["dtype"] == "torch.float32"
 
 
+@pytest.mark.capability("E4")
 def test_half_the_bytes_are_sent(summed):
     uncompressed = in_ranks(partial(_gradients, compressed=False), 2)
     assert [of["bytes"] for of in uncompressed] == [4 * 24 * 8] * 2
@@ -198,6 +200,7 @@ def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folde
     assert difference(runs[1], runs[0]) == ""
 
 
+@pytest.mark.capability("E4")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", *FP8])
 def test_after_300_steps_the_loss_is_within_a_thousandth(recipe, tmp_path):

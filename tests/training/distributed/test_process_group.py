@@ -368,6 +368,7 @@ QUICK = {("delayed", "torch", "ddp")}  # test_rows.py (R12, R13) has fp32, emula
 assert set(GRID) > QUICK
 
 
+@pytest.mark.capability("E3")
 @pytest.mark.parametrize(
     ("recipe", "backend", "parallel"),
     [case(*row, quick=row in QUICK) for row in GRID],
@@ -383,6 +384,7 @@ def test_two_ranks_draw_the_random_bits_of_one(trained):
     compare(trained, str(mine), "emulate", "ddp")
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_go_through_the_phases_of_one(trained, parallel):
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")

@@ -58,6 +58,7 @@ def test_in_the_same_recipe_it_is_the_run_itself(recipe, tmp_path):
     assert branch_events(tmp_path / "b") == [(AT, f"begun with {checkpoint(tmp_path / 'a')}")]
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8", "bf16"])
 def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_them(recipe, tmp_path):
     flags = {"phases": shared(until=AT + 1)}
@@ -97,6 +98,7 @@ CHANGES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize(("first", "second", "flags"), CHANGES)
 def test_it_goes_on_in_another_recipe(first, second, flags, tmp_path):
     before = trained(tmp_path / "a", first, steps=AT)
