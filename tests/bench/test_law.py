@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from bench.cells import json_lines
 from bench.quality import law
@@ -69,14 +69,14 @@ def test_a_source_that_is_left_out_does_not_count_for_the_level(rows, gaps, refi
         "NVIDIA 12B",
         "NVIDIA 8B",
     }
-    louder = [replace(r, percent=9.0) if r.source == nvidia else r for r in rows]
+    louder = [r._replace(percent=9.0) if r.source == nvidia else r for r in rows]
     assert law.fit(louder, gaps, without=nvidia).level == pytest.approx(without.level)
 
 
 def row(ratio: float, percent: float) -> law.PublishedGap:
     rows = law.published()
     base = next(row for row in rows if (row.training, row.use) == (law.QUARTET, "gap"))
-    return replace(base, ratio=ratio, percent=percent)
+    return base._replace(ratio=ratio, percent=percent)
 
 
 def test_a_known_growth_is_found_again():
@@ -107,6 +107,50 @@ def test_a_severity_is_the_ratio_of_gaps():
     assert law.study_severities(gaps)["mxfp8"] == pytest.approx(0.08)
     to = [row(20.0, 2.0), row(40.0, 3.0)]
     assert law.relative([row(20.0, 1.0), row(40.0, 6.0)], to) == pytest.approx(1.0)
+
+
+def test_a_score_is_the_logarithm_of_the_density_of_a_gap(refitted):
+    """Against a numerical integral over the gaps that the law gives."""
+    checked = row(20.0, 2.5)._replace(noise=0.3, share=1.0)
+    mean, spread = refitted.level, refitted.deviation
+    logs = np.linspace(-4, 4, 20_001)
+    density = stats.t.pdf(logs / spread, 5) / spread
+    noise = stats.norm.pdf(2.5, mean * np.exp(logs), 0.3)
+    expected = math.log(np.trapezoid(density * noise, logs))
+    assert law.log_score(refitted, checked) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_constant_can_win_and_can_lose(rows, gaps, refitted, grows):
+    """A source whose gaps grow with tokens as the law says, or not at all."""
+    constant = law.fit(rows, gaps, grows=False)
+    rule = refitted if grows else constant
+    source = [
+        row(ratio, rule.gap(8e9, ratio, 1.0).mean)._replace(
+            parameters=8e9, training="one", source="one", noise=0.05
+        )
+        for ratio in (0.05, 0.2, 1.0)
+    ]
+    scores = law.scores_left_out([*rows, *source], gaps)["one"]
+    assert (scores[0] > scores[1]) == grows
+
+
+@pytest.mark.capability("D12")
+def test_gaps_of_a_size_follow_from_the_other_sizes(rows):
+    errors = law.size_errors(rows)
+    assert len(errors) == 4
+    assert all(growth < 0.08 < constant for growth, constant in errors.values())
+
+
+@pytest.mark.parametrize(
+    ("percent", "is_limit", "is_inside"),
+    [(2.0, False, True), (0.1, False, False), (9.0, False, False), (9.0, True, True)],
+)
+def test_a_limit_is_in_the_interval_if_some_of_the_interval_is_below(
+    refitted, percent, is_limit, is_inside
+):
+    checked = row(20.0, percent)._replace(is_limit=is_limit)
+    assert law.interval(refitted, checked)[1] == is_inside
 
 
 def test_the_committed_page_is_the_fits_and_the_picture_is_drawn(rows, gaps, refitted):
