@@ -446,7 +446,8 @@ def _checks(law: Law, constant: Law, rows: Rows) -> list[str]:
         "",
         "Gaps in percent with 90 % intervals, noise included. Those marked secondary in the list "
         "of published gaps were known when the rule was chosen, and the rule was committed before "
-        "these scores: they show what it says and are no test of it.",
+        "these scores: they show what it says and are no test of it. The list says where tokens "
+        "or the quantized share are inferred.",
         "",
         report.markdown(["training", "gap", "law", "", "score", "constant", "", "score"], cells),
         f"{inside[0]} of {len(checked)} are in the law's interval and {inside[1]} in the "

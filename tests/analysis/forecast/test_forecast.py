@@ -39,7 +39,7 @@ def test_a_gap_is_told_in_percent_in_nats_and_in_tokens_with_its_sources():
     parameters = load_config("llama-8b").parameters()
     ratio = 160e9 / parameters
     loss = chinchilla_loss(parameters, 160e9)
-    assert nvfp4.percent == LAW.gap(parameters, ratio, nvfp4.severity)
+    assert nvfp4.percent == LAW.gap(parameters, ratio, nvfp4.severity or 0.0)
     assert nvfp4.nats.high == pytest.approx(loss * nvfp4.percent.high / 100)
     assert nvfp4.extra_tokens.low == LAW.extra_tokens(ratio, nvfp4.percent.low)
     assert set(nvfp4.sources) >= {"Quartet II", "nanochat", "NVIDIA 12B", "fp8stack's study"}
