@@ -103,8 +103,7 @@ def duration(
     expect. Raises a UserError as `predict_duration` does."""
     from dataclasses import replace
 
-    from fp8stack.analysis.forecast.forecast import forecast_of_shape
-    from fp8stack.analysis.forecast.law import fitted
+    from fp8stack.analysis.forecast.forecast import baseline_loss
     from fp8stack.model.config import load_config
     from fp8stack.planning.duration import predict_duration
     from fp8stack.planning.run_config import for_ranks
@@ -123,8 +122,7 @@ def duration(
         tokens=tokens,
         price=price,
     )
-    forecast = forecast_of_shape(config.model, model, {}, tokens, fitted())
-    return replace(predicted, loss=forecast.loss, loss_source=forecast.loss_source)
+    return replace(predicted, loss=baseline_loss(model, tokens))
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float | None) -> Answer:

@@ -46,7 +46,7 @@ from fp8stack.training.checkpoint.writer import forget_after
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
-    *("profile/trace.json.gz", "profile/profile.md", "forecast.json"),
+    *("profile/trace.json.gz", "profile/profile.md"),
 )
 """Files that reports, trackers and profiles write into a run's folder."""
 
