@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from fp8stack.analysis.forecast.law import RATIO, Law, fitted
 from fp8stack.analysis.forecast.published import published
-from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity
+from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity, shares
 from fp8stack.analysis.forecast.severity import RecipeSeverity, severity_of
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import warn
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, load_recipe
+
+if TYPE_CHECKING:  # a forecast by size does without torch
+    from fp8stack.training.run import Run
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
 RATIOS = (0.01, 1000.0)
@@ -107,6 +111,25 @@ def forecast_of_shape(
         loss_source="by Chinchilla's law (arXiv 2404.10102)",
         recipes=tuple(expectations),
         remarks=tuple(remarks(config, tokens, trained_on, expectations, law)),
+    )
+
+
+def expected_cost(run: Run) -> str | None:
+    """A line on what the recipe of a finished run costs in loss; None if the run changed its
+    recipe, quantized nothing, or no source says anything of its recipe."""
+    plan, config = run.main_plan, run.model.config
+    if len(run.plans) > 1 or not plan.runs_fp8:
+        return None
+    law, name = fitted(), plan.recipe.name
+    tokens = run.step * run.config.batch * run.context
+    severity = severity_of(plan.recipe, config, law)
+    expected = expectation(name, severity, law, tokens / config.active_parameters(), None)
+    if expected.percent is None:
+        return None
+    mean, interval = shares(expected.percent)
+    return (
+        f"cost of {name} to expect: {mean} of the loss (90 % interval {interval}), by "
+        "`fp8stack forecast`; `fp8stack compare` measures it"
     )
 
 
