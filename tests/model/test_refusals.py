@@ -92,6 +92,7 @@ def test_what_is_no_model_is_not_converted(model, message):
         ({"amax_group": [0, 1]}, "amax_group: a list is no group"),
         ({"plan": None}, r"convert needs a recipe or a plan, such as .* not None"),
         ({"plan": fp8stack.Plan}, r"needs a recipe or a plan, .* not the class 'Plan'"),
+        ({"recipe": "delayed"}, "a plan or a recipe, not both"),
         ({"plan": torch.float8_e4m3fn}, r"needs a recipe or a plan, .* not a dtype"),
     ],
 )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from fp8stack.analysis.forecast.law import LARGE, RATIO, SMALL, Law, fitted
-from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity
+from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity, shares
 from fp8stack.analysis.forecast.severity import severity_of
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import warn
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, load_recipe
+
+if TYPE_CHECKING:  # a forecast by size does without torch
+    from fp8stack.training.run import Run
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
 RATIOS = (0.01, 1000.0)
@@ -110,6 +114,23 @@ def forecast_of_shape(
             *_remarks(config, tokens, trained_on, law),
             *(f"{name}: {law.addresses[name]}" for name in law.addresses if name in sources),
         ),
+    )
+
+
+def expected_cost(run: Run) -> str | None:
+    """A line on what the recipe of a finished run costs in loss; None if the run changed its
+    recipe, quantized nothing, or no source says anything of its recipe."""
+    plan, config = run.main_plan, run.model.config
+    if len(run.plans) > 1 or not plan.runs_fp8:
+        return None
+    tokens = run.step * run.config.batch * run.context
+    expected = _expected(plan.recipe.name, plan.recipe, config, tokens, None)
+    if expected.percent is None:
+        return None
+    mean, interval = shares(expected.percent)
+    return (
+        f"cost of {plan.recipe.name} to expect: {mean} of the loss (90 % interval {interval}), by "
+        "`fp8stack forecast`; `fp8stack compare` measures it"
     )
 
 

@@ -107,12 +107,12 @@ class ForecastResult(Record):
             if (gap := expected.nats) is not None:
                 nats = f"{gap.mean:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
             sources = ", ".join(expected.sources)
-            yield [expected.recipe, *_shares(expected.percent), nats, _extra(expected), sources]
+            yield [expected.recipe, *shares(expected.percent), nats, _extra(expected), sources]
 
     def sentence(self) -> str:
         """The gap of the first recipe and what it rests on."""
         expected = self.recipes[0]
-        gap, interval = _shares(expected.percent)
+        gap, interval = shares(expected.percent)
         if not interval:
             return f"loss gap of {expected.recipe}: {gap}, {expected.note}"
         return (
@@ -130,7 +130,7 @@ def quantity(count: float) -> str:
     return f"{count:g}"
 
 
-def _shares(gap: Gap | None) -> tuple[str, str]:
+def shares(gap: Gap | None) -> tuple[str, str]:
     """A gap in percent and its interval as text."""
     if gap is None:
         return "cannot tell", ""

@@ -31,7 +31,7 @@ def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
     command, finished, new, tmp_path, capsys
 ):
     assert not (finished / "r" / "profile").exists()
-    assert command(*new, "--out", "r", "--profile") == 0
+    assert command(*new, "--out", "r", "--profile", "--log-every", "1") == 0
     printed = capsys.readouterr().out
     assert losses(tmp_path / "r") == losses(finished / "r")
     file = tmp_path / "r" / "profile" / "profile.md"
