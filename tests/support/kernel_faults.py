@@ -34,9 +34,9 @@ OURS, NVFP4, GENERATED = "triton_kernels", "triton_nvfp4", "inductor"
 
 DELAYED = [
     # The amax leaves the second half out, ignores negative values, is of rounded values.
-    Fault(OURS, "largest = tl.maximum(largest, amax_of(second))", "pass"),
-    Fault(OURS, "return tl.max(sizes_of(values))", "return tl.max(values)"),
-    Fault(OURS, "tl.store(amaxes + tile, largest)", "tl.store(amaxes + tile, largest * 0.9375)"),
+    Fault(OURS, "largest = tl.maximum(largest, second)", "pass"),
+    Fault(OURS, "tl.where(values == values, tl.abs(values), 0.0)", "tl.where(values == values, values, 0.0)"),
+    Fault(OURS, "tl.store(amaxes + tile, tl.max(largest))", "tl.store(amaxes + tile, tl.max(largest) * 0.9375)"),
     # Casts: a bit less, towards zero, another scale, a larger bound.
     Fault(
         OURS,
@@ -50,7 +50,7 @@ DELAYED = [
         "codes = (held.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)"
         ".to(HOW.float8)",
     ),
-    Fault(OURS, "values * tl.load(scale)", "values * (2.0 * tl.load(scale))"),
+    Fault(OURS, "times = tl.load(scale)", "times = 2.0 * tl.load(scale)"),
     # SwiGLU: operands swapped, a sign, the values not rounded to bfloat16.
     Fault(OURS, "value = _load(x + width, row", "value = _load(x, row"),
     Fault(OURS, "share = 1.0 / (1.0 + tl.exp(-gate))", "share = 1.0 / (1.0 + tl.exp(gate))"),
@@ -58,10 +58,11 @@ DELAYED = [
     # The transpose: a row that belongs to its neighbour, and rows that are left out.
     Fault(
         OURS,
-        "transposed += column.to(tl.int64) * rows + row\n    if HOW.scales",
-        "transposed += column.to(tl.int64) * rows + row // 2\n    if HOW.scales",
+        "tl.store(line + quad, packed",
+        "tl.store(line + quad // 2, packed",
     ),
-    Fault(OURS, "tl.store(transposed, codes, mask=inside)", "pass"),
+    Fault(OURS, "tl.store(line + quad, packed, mask=(quad < stride) & in_width)", "pass"),
+    Fault(OURS, "codes.to(tl.int32) << (8 * row_index)", "codes.to(tl.int32) << (24 - 8 * row_index)"),
     Fault(OURS, "tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)",
           "tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=row < rows - 1)"),
     # Generated kernels: bounds, a sum and a maximum over rows, masks, places, roundings.
@@ -81,17 +82,17 @@ MX = [
     Fault(OURS, "(254 - code) << 23", "(253 - code) << 23"),
     Fault(OURS, "+ block // 4\n", "\n"),
     Fault(OURS, "line % 32 * 16 + line // 32 % 4 * 4", "line % 128 // 4 * 16 + line % 4 * 4"),
-    Fault(OURS, "tl.max(tl.reshape(sizes, turned), axis=1)",
-          "tl.min(tl.reshape(sizes, turned), axis=1)"),
+    Fault(OURS, "tl.max(tl.reshape(sizes, shape), axis=1)",
+          "tl.min(tl.reshape(sizes, shape), axis=1)"),
     Fault(OURS, "place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))",
-          "place = packed_at(column, first // MX_BLOCK, tl.cdiv(columns, MX_BLOCK)) // 2"),
+          "place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK)) // 2"),
     Fault(OURS, "_times(scales)[:, None, :]", "_times(scales)[:, None, :] * 0.5"),
 ]  # fmt: skip
 BLOCKS = [
-    Fault(OURS, "scales = _scale_of(tl.max(sizes, axis=0)[None, :], HOW)",
-          "scales = _scale_of(0.0 * tl.max(sizes, axis=0)[None, :] + tl.max(sizes), HOW)"),
-    Fault(OURS, "tl.store(inverse + block * rows + row, inverse_of(scales)",
-          "tl.store(inverse + block * rows + row, scales"),
+    Fault(OURS, "multiplier = _scale_of(tl.max(largest, axis=0)[None, :], HOW)",
+          "multiplier = _scale_of(0.0 * tl.max(largest, axis=0)[None, :] + tl.max(largest), HOW)"),
+    Fault(OURS, "tl.store(inverse + out_block * rows + row, inverse_of(scales)",
+          "tl.store(inverse + out_block * rows + row, scales"),
     Fault(OURS, "& -0x800000)", "& -0x400000)"),
 ]  # fmt: skip
 NV = [

@@ -63,7 +63,7 @@ MATRICES: tuple[Matrix, ...] = (
 )
 
 
-class Call(NamedTuple):
+class CastCall(NamedTuple):
     """The arguments of a cast; `scale` is the scale of delayed scaling."""
 
     x: Tensor
@@ -78,7 +78,7 @@ class Call(NamedTuple):
         return self.scale
 
 
-Cast = Callable[[Call], Results]
+Cast = Callable[[CastCall], Results]
 """Returns what `named` names."""
 Layout = Callable[[Sequence[QuantizedMatrix], Quantizer], Results]
 """The same results of the oracle's two copies."""
@@ -185,7 +185,7 @@ def cast_row(
             xs: list[Tensor], scales: list[Tensor | None], bits: RandomBits
         ) -> list[Results]:
             inputs = zip(xs, rules, scales, strict=True)
-            return [cast(Call(x, q, bits if q.stochastic else None, s)) for x, q, s in inputs]
+            return [cast(CastCall(x, q, bits if q.stochastic else None, s)) for x, q, s in inputs]
 
         run = context.compiled(cast_each) if compiled else cast_each
         with _in_threads(threads or torch.get_num_threads()):
@@ -374,7 +374,7 @@ def tiles(codes: Tensor) -> Tensor:
     return packed
 
 
-# Implementations, of which each takes what it needs of a `Call`
+# Implementations, of which each takes what it needs of a `CastCall`
 
 
 def fused_kernels(context: Context) -> str:
@@ -393,31 +393,31 @@ def named(*copies: Sequence[Any], amax: Any = None) -> Results:
     return results
 
 
-def by_cast(call: Call) -> Results:
+def by_cast(call: CastCall) -> Results:
     """Bytes by `cast_to_fp8`, the inverse scale and the amax."""
     data = numerics.cast_to_fp8(call.x, call.given, call.quantizer.format)
     return named((data, numerics.inverse(call.given)), amax=numerics.amax(call.x))
 
 
-def by_product(call: Call) -> Results:
+def by_product(call: CastCall) -> Results:
     """Bytes, transpose and amax by `cast_product`."""
     return _of_product(FusedInput("cast", call.x), call)
 
 
-def by_relu2(context: Context, kind: str, call: Call) -> Results:
+def by_relu2(context: Context, kind: str, call: CastCall) -> Results:
     """A fused ReLU^2, or its gradient, of which `call.x` is the oracle's result."""
     source = matrix_of(("values", "bf16"), "", context.seed).to(context.device)
     dy = source.t() if kind == "relu2 gradient" else None
     return _of_product(FusedInput("relu2", source, dy), call)
 
 
-def _of_product(source: FusedInput, call: Call) -> Results:
+def _of_product(source: FusedInput, call: CastCall) -> Results:
     options = {"columnwise": True, "record": True, "sums": False}
     copies = cast_product(source, call.given, call.quantizer.format, **options)
     return named((copies.data, None), (copies.transposed, None), amax=copies.amax)
 
 
-def by_weight_kernel(context: Context, call: Call) -> Results:
+def by_weight_kernel(context: Context, call: CastCall) -> Results:
     """Both copies of a weight that is not the first one, cast a second time."""
     if not has_kernel(torch.device(context.device)):
         raise Skipped("the kernel for many weights needs Triton and a GPU with FP8")
@@ -430,7 +430,7 @@ def by_weight_kernel(context: Context, call: Call) -> Results:
     return named(*scaled, amax=None if amaxes is None else amaxes[1])
 
 
-def by_te(context: Context, transpose: bool, call: Call) -> Results:
+def by_te(context: Context, transpose: bool, call: CastCall) -> Results:
     """TE's `Float8Quantizer`, which takes a given scale."""
     context.need_te("delayed")
     copies, amax = te.cast(call.x, call.given, call.quantizer.format, transpose)
@@ -438,7 +438,7 @@ def by_te(context: Context, transpose: bool, call: Call) -> Results:
     return named((copies.rowwise, copies.scales), (columnwise, None), amax=amax)
 
 
-def by_te_quantizer(context: Context, scaling: str, call: Call) -> Results:
+def by_te_quantizer(context: Context, scaling: str, call: CastCall) -> Results:
     """TE's quantizer of this kind; both copies of a tensor have one scale, and TE may omit one."""
     context.need_te(scaling)
     copies = te.quantize(call.x, call.quantizer)
@@ -446,7 +446,7 @@ def by_te_quantizer(context: Context, scaling: str, call: Call) -> Results:
     return named(copies[:2], copies[2:])
 
 
-def by_quantize(call: Call) -> Results:
+def by_quantize(call: CastCall) -> Results:
     """Codes and scales by `numerics.quantize`."""
     copies = []
     for dim in (1, 0):
@@ -456,13 +456,13 @@ def by_quantize(call: Call) -> Results:
     return named(*copies)
 
 
-def by_operators(call: Call) -> Results:
+def by_operators(call: CastCall) -> Results:
     """Values and factors by torch's operators."""
     rules = [rounding(call.quantizer, [dim]) for dim in (1, 0)]
     return _of_rounded([rule.round(call.x, call.bits, call.scale, fuse=False)[0] for rule in rules])
 
 
-def by_numba(call: Call, bf16: bool = False) -> Results:
+def by_numba(call: CastCall, bf16: bool = False) -> Results:
     """Values and factors by numba, of both copies at once where that is possible."""
     at_once = rounding_of_both(call.quantizer, call.quantizer)
     if at_once is not None:
@@ -477,7 +477,7 @@ def _of_rounded(copies: Sequence[numerics.Rounded]) -> Results:
     return named(*zip(values, factors, strict=True))
 
 
-def by_nvfp4_kernel(call: Call) -> Results:
+def by_nvfp4_kernel(call: CastCall) -> Results:
     """Both copies by `cast_nvfp4`, which transforms only the second one."""
     rowwise = replace(call.quantizer, hadamard=0)
     first, second = cast_nvfp4(call.x, rowwise, call.quantizer, (call.bits, call.bits))
@@ -488,7 +488,7 @@ def by_nvfp4_kernel(call: Call) -> Results:
     return named((first.data, first.inv_scale, first.upper_scale), columnwise)
 
 
-def by_block_kernel(call: Call) -> Results:
+def by_block_kernel(call: CastCall) -> Results:
     """Both copies by `cast_blocks`."""
     source = FusedInput("cast", call.x)
     copies = cast_blocks(source, call.quantizer, columnwise=True, sums=False)

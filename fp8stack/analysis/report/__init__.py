@@ -21,7 +21,7 @@ def report(runs: Sequence[Path], out: str | None = None, json: bool = False) -> 
         StorageError: the disk is full or cannot be written.
     """
     from fp8stack.analysis.report.analysis import analyze
-    from fp8stack.analysis.report.read import read_run
+    from fp8stack.analysis.report.run_record import read_run
 
     analyses = [analyze(read_run(run)) for run in runs]
     written = None
@@ -42,7 +42,7 @@ def show(run: Path) -> None:
     """Print the report on a run as text. Raises a UserError if the path holds no run."""
     from fp8stack.analysis.report import text
     from fp8stack.analysis.report.analysis import analyze
-    from fp8stack.analysis.report.read import read_run
+    from fp8stack.analysis.report.run_record import read_run
     from fp8stack.common.screen import Screen
 
     text.show(analyze(read_run(run)), Screen())

@@ -12,8 +12,8 @@ from fp8stack.analysis.report.events import from_events
 from fp8stack.analysis.report.findings import Finding, Level, in_steps, percent, several, with_unit
 from fp8stack.analysis.report.gradient_faults import gradient_findings
 from fp8stack.analysis.report.outliers import Outlier, find_outliers, settled
-from fp8stack.analysis.report.read import RunRecord
-from fp8stack.analysis.report.telemetry import Operand, Telemetry, of_linears, table
+from fp8stack.analysis.report.run_record import RunRecord
+from fp8stack.analysis.report.telemetry import Operand, TelemetrySamples, of_linears, table
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
@@ -107,7 +107,7 @@ def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
             )
 
 
-def _idle_experts(telemetry: Telemetry) -> Iterable[Finding]:
+def _idle_experts(telemetry: TelemetrySamples) -> Iterable[Finding]:
     """Name the layer with most experts that got no token in the last sample."""
     layers, loads = telemetry.expert_loads()
     idle = (loads == 0).sum(axis=1)

@@ -17,7 +17,7 @@ from fp8stack.analysis.report.drawing import (
     style,
     whole_steps,
 )
-from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.run_record import RunRecord
 from fp8stack.analysis.report.summary import positive, timed
 from fp8stack.analysis.report.telemetry import Operand, of_linears
 from fp8stack.common.formats import named_format

@@ -18,7 +18,7 @@ from fp8stack.analysis.report.drawing import (
 )
 from fp8stack.analysis.report.gradient_faults import leaves
 from fp8stack.analysis.report.outliers import role
-from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.run_record import RunRecord
 from fp8stack.analysis.report.telemetry import (
     Figures,
     grid,

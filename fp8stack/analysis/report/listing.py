@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.run_record import read_run
 from fp8stack.analysis.report.summary import headline
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted

@@ -16,7 +16,7 @@ from fp8stack.analysis.report.analysis import Analysis, verdict
 from fp8stack.analysis.report.drawing import Picture
 from fp8stack.analysis.report.events import folded
 from fp8stack.analysis.report.heatmaps import MAPS, expert_map, gradient_map, heat_map
-from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.run_record import RunRecord
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import storage_errors, sweep, write_atomically
 from fp8stack.common.terminal import printable

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8stack.analysis.report.analysis import Analysis, verdict
 from fp8stack.analysis.report.events import failure
-from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.run_record import RunRecord
 from fp8stack.analysis.report.telemetry import Figures, Operand, kinds_of, of_linears, table
 from fp8stack.training.metrics.read import Metrics
 

@@ -59,7 +59,7 @@ class Gradient(Series):
 
 
 @dataclass(kw_only=True)
-class Telemetry:
+class TelemetrySamples:
     """The contents of `telemetry.jsonl`."""
 
     plan: dict[str, Any] = field(default_factory=dict)
@@ -80,9 +80,9 @@ class Telemetry:
         return list(self.expert_shares), loads
 
 
-def read_telemetry(path: Path, notes: list[str]) -> Telemetry:
+def read_telemetry(path: Path, notes: list[str]) -> TelemetrySamples:
     """Read a telemetry file, which may be missing. For `notes` and errors see `json_lines`."""
-    result = Telemetry()
+    result = TelemetrySamples()
     series: dict[tuple[str, str, str], _Samples] = {}
     by_module: dict[str, _Samples] = {}
     for row in json_lines(path, notes):

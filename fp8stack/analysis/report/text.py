@@ -11,7 +11,7 @@ from rich.text import Text
 from fp8stack.analysis.report import summary
 from fp8stack.analysis.report.analysis import Analysis, verdict
 from fp8stack.analysis.report.events import folded
-from fp8stack.analysis.report.read import RunRecord
+from fp8stack.analysis.report.run_record import RunRecord
 from fp8stack.analysis.report.telemetry import (
     Figures,
     joined,

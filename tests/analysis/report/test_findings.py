@@ -14,7 +14,7 @@ from fp8stack.analysis.report import analysis, summary
 from fp8stack.analysis.report.analysis import Analysis, analyze, verdict
 from fp8stack.analysis.report.curves import amaxes, throughput
 from fp8stack.analysis.report.events import folded
-from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.run_record import read_run
 from fp8stack.analysis.report.summary import headline, what_if
 from fp8stack.model.config import load_config
 from tests.support.cases import case

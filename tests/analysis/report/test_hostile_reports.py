@@ -12,7 +12,7 @@ import pytest
 from fp8stack.analysis import report
 from fp8stack.analysis.report.analysis import analyze
 from fp8stack.analysis.report.page import render
-from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.run_record import read_run
 from tests.faults.bounded import bounded
 from tests.support.cases import case
 from tests.support.run_folders import make_run, metric_rows, operand_rows, write_lines

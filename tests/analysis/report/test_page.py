@@ -17,7 +17,7 @@ import pytest
 from fp8stack.analysis.report import curves, page, text
 from fp8stack.analysis.report.analysis import analyze
 from fp8stack.analysis.report.drawing import legend_above, new_figure, style
-from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.run_record import read_run
 from fp8stack.analysis.report.telemetry import joined
 from fp8stack.training.metrics.loss_plot import view_range
 from tests.support.run_folders import (

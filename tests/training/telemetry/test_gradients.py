@@ -18,7 +18,7 @@ from fp8stack.analysis import report
 from fp8stack.analysis.report import page
 from fp8stack.analysis.report.analysis import analyze, verdict
 from fp8stack.analysis.report.gradient_faults import faults
-from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.run_record import read_run
 from fp8stack.analysis.report.telemetry import Gradient
 from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8stack.analysis.forecast.forecast import forecast_of_shape
-from fp8stack.analysis.report.telemetry import Telemetry, read_telemetry, table
+from fp8stack.analysis.report.telemetry import TelemetrySamples, read_telemetry, table
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import LOCK, is_held, json_lines, read_json, read_toml
@@ -47,7 +47,7 @@ class RunRecord:
     config_text: str
     plan: dict[str, Any]
     metrics: Metrics
-    telemetry: Telemetry
+    telemetry: TelemetrySamples
     sessions: list[Session]  # in the order of time
     loss_gap: str  # a sentence on the gap to expect of the recipe; "" if nothing is known
     is_running: bool
@@ -79,7 +79,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
     notes: list[str] = []
     lock = path / LOCK
     is_running = is_held(lock) if lock.exists() else None
-    sampled = read_telemetry(samples, notes) if telemetry else Telemetry()
+    sampled = read_telemetry(samples, notes) if telemetry else TelemetrySamples()
     empty: dict[str, Any] = {}
     keys = _read_or_note(config, lambda: read_toml(config), empty, notes)
     planned = _read_or_note(plan, lambda: table(read_json(plan)), empty, notes) or sampled.plan
