@@ -116,9 +116,9 @@ def forecast_of_shape(
 
 def expected_cost(run: Run) -> str | None:
     """A line on what the recipe of a finished run costs in loss; None if the run changed its
-    recipe, quantized nothing, or no source says anything of its recipe."""
+    recipe, quantized nothing or has experts, or if no source says anything of its recipe."""
     plan, config = run.main_plan, run.model.config
-    if len(run.plans) > 1 or not plan.runs_fp8:
+    if len(run.plans) > 1 or not plan.runs_fp8 or config.experts is not None:
         return None
     law, name = fitted(), plan.recipe.name
     tokens = run.step * run.config.batch * run.context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,12 +12,14 @@ import pytest
 from fp8stack.analysis.forecast import law as laws
 from fp8stack.analysis.forecast.forecast import (
     chinchilla_loss,
+    expected_cost,
     forecast_by_size,
     parse_tokens,
 )
 from fp8stack.common.presets import names
 from fp8stack.model.config import load_config
 from tests.conftest import refusal
+from tests.support.small_loop import MIXTURE, SmallLoop
 
 LAW = laws.fitted()
 
@@ -143,6 +146,26 @@ def test_the_command_prints_json(command, capsys):
     assert command("forecast", *words) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["recipes"][0]["percent"]["mean"] == pytest.approx(1.69, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "is_known"),
+    [
+        ("mxfp8", {}, True),
+        ("fp32", {}, False),
+        ("delayed", {"phases": "default"}, False),
+        ("delayed", MIXTURE, False),
+    ],
+)
+def test_a_run_in_one_recipe_without_experts_is_told_its_expected_cost(
+    recipe, keys, is_known, tmp_path
+):
+    run = SmallLoop(tmp_path / "r", recipe, **keys).run
+    run.state.step = 20
+    line = expected_cost(run)
+    assert (line is not None) == is_known
+    if line is not None:
+        assert re.match(rf"cost of {recipe} to expect: \+0\.\d+ % of the loss \(90 % inter", line)
 
 
 def test_a_forecast_by_size_does_not_import_torch():
