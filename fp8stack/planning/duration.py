@@ -31,8 +31,8 @@ class Duration:
         data_bytes: the prepared tokens on disk.
         checkpoint_bytes: the newest checkpoints on disk while one is written, without those of
             `keep_every`.
-        loss: the loss to expect without low precision, in nats per token, if a law is of this size;
-            `loss_source` names the law.
+        loss: the loss to expect without low precision, in nats per token, if Chinchilla's law is
+            of this size.
     """
 
     tokens: int
@@ -45,7 +45,6 @@ class Duration:
     data_bytes: int
     checkpoint_bytes: int
     loss: float | None = None
-    loss_source: str = ""
 
     @property
     def cost(self) -> float | None:
@@ -130,9 +129,9 @@ def sentences(duration: Duration) -> list[str]:
     ]
     if duration.loss is not None:
         lines.append(
-            f"Loss to expect without low precision: {duration.loss:.2f} nats per token "
-            f"{duration.loss_source}, which is of other text; fp8stack forecast says what a recipe "
-            "adds."
+            f"Loss to expect without low precision: {duration.loss:.2f} nats per token by "
+            "Chinchilla's law (arXiv 2404.10102), which is of other text; fp8stack forecast says "
+            "what a recipe adds."
         )
     return lines
 

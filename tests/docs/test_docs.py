@@ -163,6 +163,13 @@ def test_the_forecasts_of_the_documents_are_the_commands():
     law = fitted()
     formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
     assert formula in _text(COSTS)
+    law_page, costs = _text("bench/results/cpu/law.md"), " ".join(_text(COSTS).split())
+    counts = re.search(r"\d of \d are in the law's interval and \d in the constant's", law_page)
+    assert counts is not None
+    assert counts[0] in costs
+    left_out, unfitted = re.findall(r"(the law|the constant) wins\.", law_page)
+    assert (left_out, unfitted) == ("the constant", "the law")  # as the page of costs says
+    assert "Over sources left out the constant wins" in costs
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.common.errors import UserError
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware, resolve
+from fp8stack.precision import Hardware
 from fp8stack.training.distributed import parallelize
 from fp8stack.training.distributed.process_group import join
+from fp8stack.training.run_plans import plan_run
 from fp8stack.training.setup.build import without_effect
 from tests.conftest import metrics
 from tests.faults.processes import difference, in_ranks, last_step, run_ranks
@@ -220,13 +221,11 @@ def test_after_300_steps_the_loss_is_within_a_thousandth(recipe, tmp_path):
 
 
 def test_with_fsdp_it_is_refused_by_name():
-    plan = resolve("fp32", Hardware("cpu"))
-    config = RunConfig(grad_compression="bf16", parallel="fsdp")
+    config, cpu = RunConfig(grad_compression="bf16", parallel="fsdp"), Hardware("cpu")
     with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
-        parallelize.require_possible(plan, config, 2)
-    parallelize.require_possible(plan, RunConfig(grad_compression="bf16"), 2)
-    parallelize.require_possible(plan, RunConfig(parallel="fsdp"), 2)
-    parallelize.require_possible(plan, config, 1)
+        plan_run(config, cpu, 2)
+    for possible, ranks in ((RunConfig(grad_compression="bf16"), 2), (config, 1)):
+        assert plan_run(possible, cpu, ranks).plans
 
 
 def test_one_rank_is_told_that_it_changes_nothing():

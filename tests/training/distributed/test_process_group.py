@@ -23,9 +23,10 @@ from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training import run_plans
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.state import random_states
-from fp8stack.training.distributed.parallelize import part_of, require_divisible
+from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, Ranks, join
 from fp8stack.training.guard.policy import Guard, Outcome
+from fp8stack.training.run_plans import plan_run
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
@@ -212,9 +213,9 @@ def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(ranks, accumu
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused():
     config = RunConfig(batch=8, accumulate=2)
-    require_divisible(config, 4)
+    plan_run(config, Hardware("cpu"), 4)
     with pytest.raises(UserError, match=r"in 2 micro-batches cannot be shared.* multiple of 6"):
-        require_divisible(config, 3)
+        plan_run(config, Hardware("cpu"), 3)
 
 
 # The numbers

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fp8stack.common.errors import UserError
+from fp8stack.training import run_folder
 from fp8stack.training.checkpoint.saver import Saver
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import start
 from tests.conftest import contents, metrics
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.small_loop import SmallLoop, changed
@@ -203,8 +203,8 @@ def test_its_first_checkpoint_is_its_own(tmp_path):
     ("when", "place"),
     [
         ("take_over_metrics", RunFolder),
-        ("write_config", RunFolder),
-        ("save_tokenizer", start),
+        ("write_plan", RunFolder),
+        ("save_tokenizer", run_folder),
         ("save", Saver),
     ],
 )
