@@ -173,15 +173,11 @@ def test_with_what_compiling_needs_there_is_no_error(monkeypatch, tmp_path):
     [
         ("NVIDIA H200", "bf16", 989),
         ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA H900", "bf16", None),
         ("NVIDIA H200", "fp32", 67),
         ("NVIDIA H200", "tf32", 494),
         ("NVIDIA H200", "delayed", 1979),
         ("NVIDIA GeForce RTX 3090", "bf16", 71),
-        ("NVIDIA A10", "tf32", 62.5),
         ("NVIDIA B200", "mxfp8", 4500),
         ("NVIDIA B200", "nvfp4", 9000),
         ("NVIDIA H200", "nvfp4", 989),
@@ -341,17 +337,16 @@ def on_screen(written: str) -> list[str]:
     return [row for row in rows if row]
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_a_terminal_shows_a_live_line_and_in_the_end_rows_and_notes_alone(width):
+def test_a_terminal_shows_a_live_line_and_in_the_end_rows_and_notes_alone():
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=width)
+    console = Console(file=screen, force_terminal=True, width=80)
     display = RichDisplay(1200, 1190, None, console)
     display.step(ROW | {"step": 1199}, PEAK, 61.0)
     display.progress.refresh()
     (live,) = on_screen(screen.getvalue())
     assert live.startswith("step 1199/1200 ")
     assert live.rstrip().endswith(" loss 1.2346 | 45.6k tok/s")
-    assert len(live) <= width
+    assert len(live) <= 80
     requests = StopRequests()
     requests.tell = display.tell
     requests._handle(signal.SIGINT, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fp8stack.analysis.forecast.law import LARGE, RATIO, SMALL, Law, fitted
-from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity, shares
+from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity
 from fp8stack.analysis.forecast.severity import severity_of
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import warn
@@ -118,20 +118,15 @@ def forecast_of_shape(
 
 
 def expected_cost(run: Run) -> str | None:
-    """A line on what the recipe of a finished run costs in loss; None if the run changed its
-    recipe, quantized nothing, or no source says anything of its recipe."""
+    """A sentence on what the recipe of a finished run costs in loss; None if the run changed its
+    recipe, quantized nothing, or has experts, which the law is not of."""
     plan, config = run.main_plan, run.model.config
-    if len(run.plans) > 1 or not plan.runs_fp8:
+    if len(run.plans) > 1 or not plan.runs_fp8 or config.experts is not None:
         return None
-    tokens = run.step * run.config.batch * run.context
-    expected = _expected(plan.recipe.name, plan.recipe, config, tokens, None)
-    if expected.percent is None:
-        return None
-    mean, interval = shares(expected.percent)
-    return (
-        f"cost of {plan.recipe.name} to expect: {mean} of the loss (90 % interval {interval}), by "
-        "`fp8stack forecast`; `fp8stack compare` measures it"
-    )
+    recipes, tokens = {plan.recipe.name: plan.recipe}, run.step * run.config.batch * run.context
+    if run.config.init_from is not None:  # the source's tokens are unknown
+        tokens = 0
+    return forecast_of_shape(run.config.model, config, recipes, tokens).sentence()
 
 
 def _expected(

@@ -11,12 +11,14 @@ import pytest
 from fp8stack.analysis.forecast import law as laws
 from fp8stack.analysis.forecast.forecast import (
     chinchilla_loss,
+    expected_cost,
     forecast_by_size,
     parse_tokens,
 )
 from fp8stack.common.presets import names
 from fp8stack.model.config import load_config
 from tests.conftest import refusal
+from tests.support.small_loop import MIXTURE, SmallLoop
 
 LAW = laws.fitted()
 
@@ -139,6 +141,26 @@ def test_the_command_prints_json(command, capsys):
     assert command("forecast", *words) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["recipes"][0]["percent"]["mean"] == pytest.approx(LAW.level, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "is_known"),
+    [
+        ("mxfp8", {}, True),
+        ("fp32", {}, False),
+        ("delayed", {"phases": "default"}, False),
+        ("delayed", MIXTURE, False),
+    ],
+)
+def test_a_run_in_one_recipe_without_experts_is_told_its_expected_cost(
+    recipe, keys, is_known, tmp_path
+):
+    run = SmallLoop(tmp_path / "r", recipe, **keys).run
+    run.state.step = 20
+    line = expected_cost(run)
+    assert (line is not None) == is_known
+    if line is not None:
+        assert line.startswith(f"loss gap to expect of {recipe}: +0.")
 
 
 def test_a_forecast_by_size_does_not_import_torch():
