@@ -42,7 +42,8 @@ class Backend:
     """Builds the layers of a model in the precision that `plan` decided for their module paths.
 
     This class is the backend `reference`, plain torch: float32 master weights that are cast to the
-    compute dtype at each use; in fp32 the layers are torch's and their results the same to the bit.
+    compute dtype at each use, or in a run once per optimizer step; in fp32 the layers are torch's
+    and their results the same to the bit.
     Subclasses add FP8.
 
     Attributes:
@@ -79,6 +80,7 @@ class Backend:
         self.matmul_precision = "high" if plan.compute_dtype == "tf32" else "highest"
         self.gemm_count = 0
         self._delegates: dict[str, Backend] = {}
+        self._cast_layers: list[LowPrecisionLayer] = []
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
@@ -203,7 +205,38 @@ class Backend:
             backend.register_hooks(model)
 
     def register_hooks(self, model: nn.Module) -> None:
-        """Register hooks on `model` for the layers that this backend built."""
+        """Register hooks on `model` for the layers that this backend built: without FP8, one that
+        casts parameters once for all micro-batches of an optimizer step."""
+        if self.plan.is_fp8 or self.compute_dtype == torch.float32:
+            return
+        self._share_casts(model)
+        self.weights.watch(self._cast_layers)
+        model.register_forward_pre_hook(self._cast_before_pass)
+
+    def _share_casts(self, model: nn.Module) -> None:
+        """Have the layers of `model` without FP8 use the copies of `cast_parameters`."""
+        self._cast_layers = [
+            layer
+            for layer in model.modules()
+            if isinstance(layer, CastLinear) or type(layer) is GroupedLinear
+        ]
+        for layer in self._cast_layers:
+            layer.weight_changes = self.weights
+
+    def _cast_before_pass(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self.weights.only_tracked_changes:
+            return  # reading the values to find other changes would take as long as casts
+        trains = model.training and torch.is_grad_enabled()
+        self.weights.begin_pass(trains)
+        if trains and not torch.compiler.is_compiling():
+            self.cast_parameters()
+            self.weights.mark_copied()
+
+    @torch.no_grad()
+    def cast_parameters(self) -> None:
+        """Call `cast_parameters` of the layers without FP8, in eager code."""
+        for layer in self._cast_layers:
+            layer.cast_parameters(changed=not self.weights.copied)
 
     def prepare_sharding(self, module: nn.Module) -> None:
         """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2. A linear's
@@ -211,6 +244,9 @@ class Backend:
         compute dtype if the layer is not in FP8; everything else in float32."""
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
+        for cast_layer in self._cast_layers:
+            cast_layer.weight_changes = None
+        self._cast_layers = []
         for layer in module.modules():
             if type(layer) is CastLinear and layer.compute_dtype != torch.float32:
                 layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))

@@ -167,8 +167,8 @@ class GroupedLinear(LowPrecisionLayer):
 
     def multiply_plain(self, x: Tensor, offs: Tensor) -> Tensor:
         """`multiply` without FP8."""
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        weight = self.in_compute_dtype(self.weight)
+        bias = None if self.bias is None else self.in_compute_dtype("bias")
+        weight = self.in_compute_dtype("weight")
         y: Tensor = _MultiplyPlain.apply(x, weight, bias, offs)  # type: ignore[no-untyped-call]
         return y
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +28,7 @@ from fp8stack.layers.fsdp import FullWeight, WeightTensors, tensors_of
 from fp8stack.layers.kernels.grouped_gemm import Groups
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.reminder import StateReminder
-from fp8stack.layers.weight_changes import CachedWeight
+from fp8stack.layers.weight_changes import CachedWeight, WeightChanges, version_of
 
 
 class Size(NamedTuple):
@@ -35,6 +37,20 @@ class Size(NamedTuple):
     in_features: int
     out_features: int
     bias: bool
+
+
+class _Cast(torch.autograd.Function):
+    """A parameter in another dtype, of which there is a copy; its gradient is that of a cast."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return copy.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
 
 
 class LowPrecisionLayer(nn.Module):
@@ -49,6 +65,9 @@ class LowPrecisionLayer(nn.Module):
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
         cached_weight: within `cached_weights`, the weight in the compute dtype.
+        casts: the parameters in the compute dtype, see `cast_parameters`.
+        weight_changes: detects changes of parameters that `casts` has copies of; None: no copies
+            are used.
     """
 
     keeps_dtype = False
@@ -59,21 +78,49 @@ class LowPrecisionLayer(nn.Module):
     delayed: DelayedScaling | None = None
     transposed = False
     cached_weight: CachedWeight | None = None
+    casts: Mapping[str, CachedWeight] = MappingProxyType({})
+    weight_changes: WeightChanges | None = None
 
     @property
     def stored_weight(self) -> Tensor | None:
         """The parameter `weight`; None where the weight is computed at each call."""
         return self._parameters.get("weight")
 
-    def in_compute_dtype(self, weight: Tensor) -> Tensor:
-        """`weight`, which is the parameter or a view of it, in the compute dtype; within
-        `cached_weights` it is cast once."""
+    def in_compute_dtype(self, name: str) -> Tensor:
+        """The parameter `name` in the compute dtype: the copy of `cast_parameters`, or a new one.
+        Within `cached_weights`, a weight is cast once."""
+        parameter: Tensor = getattr(self, name)
+        copy: Tensor
+        if self._has_cast(name):
+            copy = _Cast.apply(parameter, self.casts[name].copies)  # type: ignore[no-untyped-call]
+            return copy
         stored, cached = self.stored_weight, self.cached_weight
         is_parameter = type(stored) is nn.Parameter  # not gathered by FSDP2, not computed
-        if cached is None or torch.is_grad_enabled() or not is_parameter:
-            return weight.to(self.compute_dtype)
-        matrix: Tensor = cached.get(stored, lambda: weight.to(self.compute_dtype))
-        return matrix
+        if name != "weight" or cached is None or torch.is_grad_enabled() or not is_parameter:
+            return parameter.to(self.compute_dtype)
+        copy = cached.get(stored, lambda: parameter.to(self.compute_dtype))
+        return copy
+
+    def _has_cast(self, name: str) -> bool:
+        """Whether `casts` has a copy of the parameter `name` as it is."""
+        changes = self.weight_changes
+        if changes is None or not changes.copied or name not in self.casts:
+            return False
+        if torch.compiler.is_compiling():  # where versions cannot be read
+            return True
+        return self.casts[name].version == version_of(self._parameters.get(name))
+
+    def cast_parameters(self, changed: bool) -> None:
+        """Cast the parameters to the compute dtype for all micro-batches of an optimizer step;
+        unless they have `changed`, only those whose version did. The copies are new tensors, so
+        that a backward pass may still read those before."""
+        casts = {}
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                cached = None if changed else self.casts.get(name)
+                casts[name] = CachedWeight() if cached is None else cached
+                casts[name].get(parameter, partial(parameter.to, self.compute_dtype))
+        self.casts = casts
 
     def name_at(self, path: str) -> str:
         """The layer's name in the plan and in the FP8 state, from its module path."""
@@ -170,8 +217,9 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
 
     def multiply_plain(self, x: Tensor) -> Tensor:
         """Apply the linear in the compute dtype: [rows, in] -> [rows, out]."""
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return F.linear(x, self.in_compute_dtype(self.matrix), bias)
+        bias = None if self.bias is None else self.in_compute_dtype("bias")
+        weight = self.in_compute_dtype("weight")
+        return F.linear(x, weight.t() if self.transposed else weight, bias)
 
 
 def require_supported_input(x: Tensor, weight: Tensor | None) -> None:

@@ -480,6 +480,7 @@ class TorchBackend(Backend):
         ]
         for layer in self._layers:  # the operand refers to the layer that `convert` built on meta
             layer.quantizers["weight"].layer = layer
+        self._share_casts(model)
         model.register_forward_pre_hook(self._cache_weights)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
@@ -533,7 +534,11 @@ class TorchBackend(Backend):
         return copies_of_gathered(tensors, quantizers, with_columnwise)
 
     def _cache_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self.weights.copied:
+        if torch.compiler.is_compiling():
+            return
+        if self.weights.only_tracked_changes:
+            self.cast_parameters()
+        if self.weights.copied:
             return
         batch: list[tuple[QuantizedLayer, Tensor]] = []
         # Inference tensors could not be saved for a backward pass. (Leaving inference mode enables

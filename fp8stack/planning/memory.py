@@ -34,7 +34,7 @@ PARTS = {
     "parameters": "float32 master weights, tied ones once, the vocabulary padded",
     "gradients": "float32, as many",
     "optimizer": "its state after a step",
-    "fp8_weights": "FP8 copies of weights that are kept until the weights change",
+    "fp8_weights": "copies of weights in FP8 or bf16 that are kept until the weights change",
     "buffers": "amax histories and scales of delayed scaling, RoPE's tables, random draws",
     "gathered": "FSDP2: whole weights of the root and two blocks, gradients of head and block",
     "weight_copies": "weights cast for a micro-batch's GEMMs and kept for its backward pass",
@@ -158,7 +158,8 @@ def estimate(setting: Setting) -> Estimate:
             # micro-batch saves a copy.
             is_emulated = layer.quantizers is not None and plan.backend_of(layer) == "emulate"
             saves = is_emulated or layer.groups or layer.plain_gemms
-            of_step, of_micro_batch = 0, of_micro_batch + of_step // 2 if saves else 0
+            saved = of_step if layer.quantizers is None else of_step // 2
+            of_step, of_micro_batch = 0, of_micro_batch + saved if saves else 0
         cached += of_step
         copied[section_of(layer.name)] += of_micro_batch
     blocks = {

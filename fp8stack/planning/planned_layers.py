@@ -58,7 +58,8 @@ def weight_bytes(plan: Plan, layer: LayerPlan) -> tuple[int, int]:
     if layer.quantizers is None:
         dtype = DTYPES[plan.compute_dtype]
         in_float32 = layer.precision in ("fp32", "tf32") or dtype == torch.float32
-        return 0, 0 if in_float32 else elements * dtype.itemsize
+        size = 0 if in_float32 else elements * dtype.itemsize
+        return (size, 0) if plan.backend in ("reference", "torch") else (0, size)
     sizes = {
         "fprop": operand_bytes(plan, layer, "fprop", *shape),
         "dgrad": operand_bytes(plan, layer, "dgrad", *shape[::-1]),

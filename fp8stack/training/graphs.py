@@ -187,4 +187,6 @@ def _copies_of_weights(layers: list[LowPrecisionLayer]) -> list[Any]:
     operands = [
         operand for layer in layers for operand in getattr(layer, "quantizers", {}).values()
     ]
-    return [cached.copies for o in operands if (cached := getattr(o, "cached_weight", None))]
+    cached = [getattr(operand, "cached_weight", None) for operand in operands]
+    cached += [cast for layer in layers for cast in layer.casts.values()]
+    return [weight.copies for weight in cached if weight is not None]

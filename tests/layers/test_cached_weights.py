@@ -72,9 +72,11 @@ def test_a_weight_without_fp8_is_rounded_once_too(recipe, experts, monkeypatch) 
     rounded: list[Tensor] = []
     exact = LowPrecisionLayer.in_compute_dtype
 
-    def noting(layer: LowPrecisionLayer, weight: Tensor) -> Tensor:
-        rounded.append(exact(layer, weight))
-        return rounded[-1]
+    def noting(layer: LowPrecisionLayer, name: str) -> Tensor:
+        parameter = exact(layer, name)
+        if name == "weight":
+            rounded.append(parameter)
+        return parameter
 
     monkeypatch.setattr(LowPrecisionLayer, "in_compute_dtype", noting)
     tokens = tokens_of(model)
