@@ -43,8 +43,9 @@ def compare(
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
-    own = {"recipes": recipes, "out": out, "seeds": seeds, "shared": shared, "margin": margin}
-    command = _command(own | {"baseline": baseline, "from": from_} | flags | {"set": set})
+    chosen = {"recipes": recipes, "out": out, "seeds": seeds, "shared": shared}
+    chosen |= {"margin": margin, "baseline": baseline, "from": from_}
+    command = _command(chosen | flags | {"set": set})
     flags |= {"init_from": from_, "out": out}
     from fp8stack.analysis.compare import comparison
     from fp8stack.analysis.compare.settings import Options, comparison_of

@@ -103,22 +103,22 @@ def predict(
     be, with the loss to expect. Raises a UserError as `predict_durations` does."""
     from dataclasses import replace
 
-    from fp8stack.analysis.forecast.forecast import forecast_of_shape
-    from fp8stack.analysis.forecast.law import fitted
+    from fp8stack.analysis.forecast.forecast import baseline_loss
     from fp8stack.model.config import load_config
     from fp8stack.planning.duration import predict_durations
 
     model = load_config(config.model, config.model_overrides)
     steps = sum(phase.steps for phase in estimated.phases)
     phases = [(phase.plan, phase.steps / steps) for phase in estimated.phases]
-    steps = _steps_of(tokens, config)
-    settings: Any = {"gpus": ranks, "tokens": tokens, "steps": steps, "price": price}
+    settings: Any = {
+        "gpus": ranks,
+        "tokens": tokens,
+        "steps": _steps_of(tokens, config),
+        "price": price,
+    }
     predicted = predict_durations(config, model, phases, **settings)
-    forecast = forecast_of_shape(config.model, model, {}, tokens, fitted())
-    return [
-        replace(duration, loss=forecast.loss, loss_source=forecast.loss_source)
-        for duration in predicted
-    ]
+    loss = baseline_loss(model, tokens)
+    return [replace(duration, loss=loss) for duration in predicted]
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float | None) -> Answer:
@@ -126,38 +126,20 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     largest batch for `memory_gib`, by default the machine's. Raises the errors of building the
     run."""
     from fp8stack.common import presets
-    from fp8stack.layers.compiler import require_compilable
-    from fp8stack.model.config import load_config, plan_for
+    from fp8stack.model.config import plan_for
     from fp8stack.planning.estimate import CHECKPOINTING, Answer, PhaseEstimate, memory_of
-    from fp8stack.planning.run_config import for_ranks
-    from fp8stack.training.distributed.parallelize import require_divisible, require_possible
     from fp8stack.training.memory_check import Footprint
-    from fp8stack.training.optim.optimizer import require_optimizer
-    from fp8stack.training.run_plans import (
-        Decided,
-        context_of,
-        plan_phases,
-        unwanted_backends,
-        workload_of,
-    )
+    from fp8stack.training.run_plans import plan_run, unwanted_backends, workload_of
 
     memory, whose = memory_of(hardware)
     if memory_gib is not None:
         memory, whose = round(memory_gib * 2**30), "--memory"
-    model = load_config(config.model, config.model_overrides)
-    context = context_of(config, model)
-    config = for_ranks(config, ranks)
-    require_divisible(config, ranks)
+    planned = plan_run(config, hardware, ranks, will_train=False)
+    config, trained = planned.config, planned.trained
+    model, context = planned.model, planned.context
     share = config.accumulate * ranks
     sequences = config.batch // share
     footprint = Footprint(config, model, context, ranks)
-    require_optimizer(config, hardware, ranks)
-    plans, schedule = plan_phases(config, model, hardware, Decided(), sequences * context)
-    for plan in plans:
-        require_possible(plan, config, ranks)
-        if config.compile:
-            require_compilable(plan, config.activation_checkpointing)
-    trained = [plans[place] for place in schedule.indices]
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}
@@ -175,7 +157,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
             plan=trained[place],
             estimates={kind: estimates[kind][place] for kind in CHECKPOINTING},
         )
-        for place, phase in enumerate(schedule.phases)
+        for place, phase in enumerate(planned.schedule.phases)
     )
     run: dict[str, str | int] = {"model": config.model, "parameters": model.parameters()}
     if model.experts is not None:

@@ -7,6 +7,7 @@ import typer
 from fp8stack.cli import leave_while_importing, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import Interrupted
+from fp8stack.common.terminal import say
 
 RESUME = option("auto, a run, or a checkpoint. Bare: auto.")
 GUARD = option("Skip bad steps, roll back, leave FP8. On by default.")
@@ -29,12 +30,17 @@ def pretrain(
     try:
         with stop_requests(leave_while_importing) as stop:
             with stop.at_once(NOTHING_DONE):
-                from fp8stack.training.loop import train
+                from fp8stack.training.loop import DONE, train
                 from fp8stack.training.setup.start import set_up
 
                 run = set_up(flags, config, set or [], resume, overwrite)
-            raise typer.Exit(train(run, stop))
+            code = train(run, stop)
+            if code == DONE and run.ranks.is_main:
+                from fp8stack.analysis.forecast.forecast import expected_cost
+
+                say(*filter(None, [expected_cost(run)]))
+            raise typer.Exit(code)
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted. The last checkpoint, if any, is complete; continue with --resume auto."
+            "Interrupted. The last checkpoint, if any, is complete; continue with --resume RUN."
         ) from None

@@ -31,9 +31,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def convert(
     module: Model,
-    plan: Plan | Recipe | str,
+    plan: Plan | Recipe | str | None = None,
     exclude: Iterable[str] = (),
     *,
+    recipe: Recipe | str | None = None,
     also: type[nn.Module] | tuple[type[nn.Module], ...] = (),
     scaled_loss: bool = False,
     amax_group: Group = "world",
@@ -64,6 +65,7 @@ def convert(
             weight.
         plan: a recipe, by name or path, for the device of the model's parameters; or a plan from
             `resolve(recipe, hardware)`.
+        recipe: a recipe, in place of `plan`.
         exclude: one or several patterns of module paths to leave unchanged, such as "*.mlp.*", or
             of the paths of experts' parameters.
         also: classes, such as transformers' FalconLinear, that compute just x W^T + b, with a
@@ -85,6 +87,9 @@ def convert(
             matches no layer; the module is converted already; under `strict`, the hardware cannot
             serve a layer.
     """
+    if plan is not None and recipe is not None:
+        raise UserError("convert takes a plan or a recipe, not both: leave one out.")
+    plan = recipe if plan is None else plan
     layers, left_out = choose_layers(module, exclude, also)
     if not (amax_group in ("world", None) or isinstance(amax_group, dist.ProcessGroup)):
         raise UserError(

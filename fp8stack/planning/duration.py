@@ -29,8 +29,8 @@ class Duration:
         checkpoint_bytes: the newest checkpoints on disk while one is written, without those of
             `keep_every`.
         host_limits: whether the host may limit a step that is not replayed as CUDA graphs.
-        loss: the loss to expect without low precision, in nats per token, if a law is of this size;
-            `loss_source` names the law.
+        loss: the loss to expect without low precision, in nats per token, if Chinchilla's law is
+            of this size.
     """
 
     tokens: int
@@ -43,7 +43,6 @@ class Duration:
     checkpoint_bytes: int
     host_limits: bool
     loss: float | None = None
-    loss_source: str = ""
 
     @property
     def tokens_per_s(self) -> Range:
@@ -136,9 +135,9 @@ def sentences(durations: Sequence[Duration]) -> list[str]:
     )
     if first.loss is not None:
         lines.append(
-            f"Loss to expect without low precision: {first.loss:.2f} nats per token "
-            f"{first.loss_source}, which is of other text; fp8stack forecast says what a recipe "
-            "adds."
+            f"Loss to expect without low precision: {first.loss:.2f} nats per token by "
+            "Chinchilla's law (arXiv 2404.10102), which is of other text; fp8stack forecast says "
+            "what a recipe adds."
         )
     return lines
 

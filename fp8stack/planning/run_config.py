@@ -154,7 +154,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
         16,
         "a phase in delayed scaling is calibrated by its first step",
     ),
-    "debug_steps": (0, "metrics.jsonl has the values of each step with log_every = 1"),
+    "debug_steps": (0, "metrics.jsonl has the values of each step"),
 }
 """Keys that earlier runs have, with their default and what serves instead. They are ignored."""
 

@@ -161,7 +161,11 @@ class RunKeys(_Fields):
     max_loss_scale: LossScaleBound = 262144.0
     """fp16: the bounds of the loss scale."""
 
-    log_every: Annotated[Positive, _logs("Steps between log lines."), RESUME] = 1
+    log_every: Annotated[
+        Positive | None, _logs("Steps between log lines.", "5 % of the run"), RESUME
+    ] = None
+    """Steps between log lines, and between rows of metrics.jsonl. By default metrics.jsonl has
+    every step, and a line is printed every 5 % of the run."""
     eval_every: Annotated[Positive, _files("Steps between evaluations."), RESUME] = 300
     eval_windows: Annotated[Positive, RESUME] = 256
     """Held-out windows per evaluation."""

@@ -16,24 +16,23 @@ MOST_OF_BYTES = 512
 """Up to this vocabulary (256 with padding), text without a tokenizer is read as bytes."""
 
 
-def named_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """The tokenizer that `config` names, if it names one. Raises what `load_tokenizer` raises."""
-    return None if config.tokenizer is None else load_tokenizer(config.tokenizer)
-
-
-def with_vocabulary(config: RunConfig, named: Tokenizer | None) -> RunConfig:
-    """The configuration of a new run whose model has as many tokens as its data, or else as the
-    tokenizer that `config` names, unless the user gave a vocabulary or initial weights. Raises a
-    UserError if the data cannot be read."""
-    if config.init_from or "vocabulary" in config.model_overrides:
-        return config
+def with_vocabulary(
+    config: RunConfig, *, is_new: bool = True
+) -> tuple[RunConfig, Tokenizer | None]:
+    """The configuration of a run, and the tokenizer that it names, if any. The model of a new run
+    has as many tokens as its data, or else as that tokenizer, unless the user gave a vocabulary or
+    initial weights. Raises a UserError if the data cannot be read, and what `load_tokenizer`
+    raises."""
+    named = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    if not is_new or config.init_from or "vocabulary" in config.model_overrides:
+        return config, named
     vocabulary = data.vocabulary_of(config.data)
     if vocabulary is None and named is not None:
         vocabulary = named.vocabulary
     if vocabulary in (None, load_config(config.model, config.model_overrides).vocabulary):
-        return config
+        return config, named
     overrides = {**config.model_overrides, "vocabulary": vocabulary}
-    return config.model_copy(update={"model_overrides": overrides})
+    return config.model_copy(update={"model_overrides": overrides}), named
 
 
 def read(

@@ -35,7 +35,7 @@ from fp8stack.training.checkpoint.validation import (
     model_of,
     newest_sound,
 )
-from fp8stack.training.run_plans import phases_in, without_folder
+from fp8stack.training.run_plans import by_request, phases_in
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -131,7 +131,7 @@ class Trained:
     @property
     def has_outdated_scales(self) -> bool:
         """Whether its delayed scaling factors belong to an earlier phase than the last one."""
-        if self.checkpoint is None or not any(map(_is_scale, self._fp8_state)):
+        if self.checkpoint is None or not any(map(is_scale, self._fp8_state)):
             return False
         return bool(self._last_plan != self.checkpoint.info["plan"])
 
@@ -151,13 +151,8 @@ class Trained:
         else:
             phases = phases_in(config)
             request = next(p.asked for p in phases if checkpoint.step <= p.last or p is phases[-1])
-        places = [
-            place
-            for name, place in state["places"].items()
-            if name == request or without_folder(name) == without_folder(request)
-        ]
-        place = state["places"].get(request, places[0] if len(set(places)) == 1 else len(plans))
-        return plans[place] if place < len(plans) else saved
+        index = by_request(state["places"], request)
+        return saved if index is None or index >= len(plans) else plans[index]
 
     def _plan_of(self, recipe: str) -> Mapping[str, Any] | None:
         """The last plan in `recipe` that the run had; None if it had none."""
@@ -231,7 +226,7 @@ class Trained:
             ]
             if run_plan is not None and taken_out:
                 notes += (f"the guard took these out of FP8: {', '.join(taken_out)}",)
-        if plan.delayed and not any(map(_is_scale, self._fp8_state)):
+        if plan.delayed and not any(map(is_scale, self._fp8_state)):
             of = f": it is the checkpoint of a run in {self.recipe}" if info else ""
             raise UserError(
                 f"{quoted(str(self.path))} holds no scales for recipe '{recipe}'{of}. Use recipe "
@@ -248,7 +243,7 @@ class Trained:
         saved, state = self._fp8_state, fp8_state(model)
         scales = _scales_for(plan, state, saved)
         # Layers that did not round stochastically in the run start at their initial counters.
-        draws = {n: saved.get(n, t) for n, t in state.items() if not _is_scale(n)}
+        draws = {n: saved.get(n, t) for n, t in state.items() if not is_scale(n)}
         try:
             load_fp8_state(model, scales | draws)
         except UserError as error:
@@ -323,7 +318,7 @@ def _in_fp8(plan: Plan) -> set[str]:
     return {layer.name for layer in plan.layers if layer.fp8}
 
 
-def _is_scale(name: str) -> bool:
+def is_scale(name: str) -> bool:
     """Whether a tensor of an FP8 state belongs to delayed scaling, not to stochastic rounding."""
     return not name.endswith(".draws")
 
@@ -339,7 +334,7 @@ def _scales_for(
     scales = {
         name: tensor
         for name, tensor in saved.items()
-        if _is_scale(name) and name.rpartition(".")[0].endswith(operands)
+        if is_scale(name) and name.rpartition(".")[0].endswith(operands)
     }
     for name in scales.keys() & state.keys():
         if name.endswith(".amax_history") and len(scales[name]) != len(state[name]):

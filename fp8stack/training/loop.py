@@ -59,12 +59,13 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     nothing_done = f"{STOPPED} Go on with: {go_on}"
     with run.folder.released_on_error(), requested.at_once(nothing_done):
         peak = peak_rate(run.hardware, run.plan)
-    display = Display()  # silent: only the main rank prints
+    row_settings = (config.steps, run.step, config.log_every)
+    display = Display(*row_settings)  # silent: only the main rank prints
     if run.ranks.is_main:
         say(*describe_run(run))
         if run.step == config.steps:
             say("the only step is done" if run.step == 1 else f"all {run.step} steps are done")
-        display = open_display(config.steps, run.step)
+        display = open_display(*row_settings)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
@@ -125,7 +126,7 @@ class _Loop:
             config.accumulate,
             keep_norms=config.clip_window if config.clip_mode == "adaptive" else 0,
             draws=run.backend.draws,
-            log_rows=max(LOG_ROWS, min(config.log_every, config.steps)),
+            log_rows=max(LOG_ROWS, min(config.log_every or 1, config.steps)),
         )
         resumed_from = checkpoints.path_of(run.folder.checkpoints, run.step)
         begins_branch = run.step > 0 and run.ranks.is_main and not resumed_from.exists()
@@ -178,7 +179,7 @@ class _Loop:
         run, config = self.run, self.config
         last = step == config.steps
         evaluates = last or step % config.eval_every == 0
-        logs = evaluates or step % config.log_every == 0
+        logs = evaluates or step % (config.log_every or 1) == 0
         self.save_due |= last or step % config.save_every == 0
         self.enter_phase(step)
         outcome = self.guard.begin(step)

@@ -17,7 +17,7 @@ from fp8stack.model.gpt import Recompute
 from fp8stack.planning.memory import Estimate, Setting, estimate
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.savings import largest_batch
-from fp8stack.precision import Hardware, Plan
+from fp8stack.precision import Hardware, Plan, system_memory
 
 UNCERTAIN = 0.1  # how much an estimate may exceed the measured memory, as a fraction
 COMPILED = 0.5  # the same for compiled code, which chooses what it saves for backward
@@ -101,14 +101,14 @@ def require_memory(
     footprint: Footprint,
     plans: Sequence[Plan],
     hardware: Hardware,
-    free: int | None,
     *,
     compiled: bool = False,
 ) -> None:
     """Raise a UserError that names the largest batch that fits, if a run clearly does not fit into
-    the free memory. `free`, in bytes, is for this rank, on a CPU for all ranks on this machine."""
+    the free memory."""
     config, ranks = footprint.config, footprint.ranks
-    if free is None or not config.check_memory:
+    free = system_memory.available_memory(hardware.device) if config.check_memory else None
+    if free is None:
         return
     if hardware.device == "cpu" and ranks > 1:  # one memory for all
         free //= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -28,7 +28,7 @@ from fp8stack.training.distributed.process_group import Ranks
 from fp8stack.training.models import delayed_scaling, model_in
 from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import Schedule, never_asked_for, phases_in
+from fp8stack.training.run_plans import RunPlans, Schedule, never_asked_for, phases_in
 from fp8stack.training.telemetry.operand_errors import Telemetry
 
 
@@ -77,7 +77,7 @@ class Run:
     loss_scaler: LossScaler | None  # if a phase is in fp16
     data: RunData
     telemetry: Telemetry
-    identity: Mapping[str, Any]
+    identity: Mapping[str, Any]  # see `identity_of`
     state: TrainingState
     notes: tuple[str, ...] = ()  # printed at the start
     resumed: Mapping[str, Any] | None = None  # checkpoint.json of the checkpoint it resumed from
@@ -211,6 +211,23 @@ def main_plan(plans: Sequence[Plan]) -> Plan:
     delayed = (plan for plan in plans if plan.delayed)
     fp8 = (plan for plan in plans if plan.runs_fp8)
     return next(delayed, None) or next(fp8, plans[0])
+
+
+def identity_of(planned: RunPlans, run_data: RunData) -> dict[str, Any]:
+    """The model, recipes and data of a run, which must equal the checkpoint's on resume."""
+    recipes = [plan.recipe.to_json(words=False) for plan in planned.plans]
+    identity = {
+        "model": planned.model.model_dump(mode="json"),
+        "recipe": main_plan(planned.plans).recipe.to_json(words=False),
+        "data": run_data.fingerprints(),
+    }
+    schedule = planned.schedule
+    places = {*schedule.indices, schedule.evaluation} - {None}
+    if len(places) > 1:  # without the guard's reference, which may come and go
+        identity["recipes"] = {
+            str(place): recipe for place, recipe in enumerate(recipes) if place in places
+        }
+    return identity
 
 
 def versions() -> dict[str, str]:

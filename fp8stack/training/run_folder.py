@@ -27,7 +27,12 @@ from fp8stack.common.io import (
     write_atomically,
 )
 from fp8stack.common.terminal import shell_quoted
-from fp8stack.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
+from fp8stack.data.tokenizer import (
+    SPECIAL_TOKENS,
+    TOKENIZER_FILE,
+    Tokenizer,
+    save_tokenizer,
+)
 from fp8stack.planning.run_config import (
     TRACKERS,
     RunConfig,
@@ -41,7 +46,7 @@ from fp8stack.training.checkpoint.writer import forget_after
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
-    *("profile/trace.json.gz", "profile/profile.md", "forecast.json"),
+    *("profile/trace.json.gz", "profile/profile.md"),
 )
 """Files that reports, trackers and profiles write into a run's folder."""
 
@@ -256,9 +261,13 @@ class RunFolder:
 
         return with_files(config, inside)
 
-    def write_config(self, config: RunConfig) -> None:
-        """Save the configuration as `run.toml`, which repeats the run."""
+    def write(self, config: RunConfig, plan: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+        """Save `run.toml`, which repeats the run, the plan, and the tokenizer of the data, if it
+        is known."""
         write_atomically(self.config, to_toml(self.portable(config)).encode())
+        self.write_plan(plan)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, self.path)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""
@@ -381,11 +390,21 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows[: max(counts, default=0)])
 
 
-def new_folder(config: RunConfig) -> RunFolder:
+def new_folder(config: RunConfig, *, overwrite: bool = False) -> RunFolder:
     """The folder of a new run: `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`,
-    `-3` ..."""
+    `-3` ... Raises a UserError if `--out` is not free, or with `overwrite` cannot be removed."""
     if config.out:
-        return RunFolder(Path(config.out))
+        folder = RunFolder(Path(config.out))
+        if not overwrite:
+            folder.require_free()
+            return folder
+        folder.require_folder()
+        if folder.path.is_symlink():
+            raise UserError(
+                f"{folder.path} is a symbolic link, and --overwrite removes nothing through one. "
+                f"Give --out {shell_quoted(os.path.realpath(folder.path))}"
+            )
+        return folder
     stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))

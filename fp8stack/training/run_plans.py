@@ -3,20 +3,28 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.layers.compiler import TE_COMPILED, is_compiled
-from fp8stack.model.config import GPTConfig, plan_for, workload
+from fp8stack.layers.compiler import (
+    TE_COMPILED,
+    is_compiled,
+    require_compilable,
+    require_compiler,
+)
+from fp8stack.model.config import GPTConfig, load_config, plan_for, workload
 from fp8stack.planning.phases import Override, Phase, evaluation_in, phases_of
-from fp8stack.planning.run_config import RunConfig, merged
+from fp8stack.planning.run_config import RunConfig, for_ranks, merged
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.precision.step_time import Workload
-from fp8stack.training.distributed.parallelize import TE_SHARDED
+from fp8stack.training.memory_check import Footprint, require_memory
+from fp8stack.training.optim.optimizer import require_optimizer
 
+TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
+Value = TypeVar("Value")
 ANY = ""
 BEGAN_WITHOUT_FP8 = "the run began without FP8"
 
@@ -36,11 +44,9 @@ class Decided:
 
     def layers_left_out(self, request: str) -> Mapping[str, str] | None:
         """The layers that are not in FP8 in the phases with this request (`Phase.asked`), if that
-        was decided. A run names its own copy of a recipe's file when it is resumed."""
-        for key in (request, without_folder(request), ANY):
-            if key in self.left_out:
-                return self.left_out[key]
-        return None
+        was decided."""
+        left_out = by_request(self.left_out, request)
+        return self.left_out.get(ANY) if left_out is None else left_out
 
     def recipe(self, name: str, overrides: Mapping[str, Override] | None = None) -> Recipe:
         """`load_recipe`; a recipe that no longer ships is the checkpoint's, overrides included."""
@@ -65,8 +71,80 @@ class Schedule:
         return self.phases[number], self.indices[number]
 
 
-def without_folder(request: str) -> str:
-    """`request`, a `Phase.asked`, without the folder of the recipe's file."""
+@dataclass(frozen=True, kw_only=True)
+class RunPlans:
+    """The model of a run, and the plans of its recipes, all of which are possible."""
+
+    config: RunConfig  # see `for_ranks`
+    model: GPTConfig
+    context: int
+    plans: list[Plan]
+    compiled: list[bool]  # for each plan
+    schedule: Schedule
+    in_fp16: bool  # whether a phase needs a loss scale
+
+    @property
+    def trained(self) -> list[Plan]:
+        """The plan of each phase of training."""
+        return [self.plans[index] for index in self.schedule.indices]
+
+
+def plan_run(
+    config: RunConfig,
+    hardware: Hardware,
+    ranks: int,
+    decided: Decided | None = None,
+    *,
+    will_train: bool = True,
+) -> RunPlans:
+    """Plan a run on `ranks` processes with `hardware`. This is the one check of whether it is
+    possible, before anything is built or written.
+
+    Args:
+        decided: the decisions of a resumed run.
+        will_train: whether this machine runs it, which then needs a compiler and the memory.
+
+    Raises:
+        UserError: the run is not possible.
+    """
+    config = for_ranks(config, ranks)
+    model = load_config(config.model, config.model_overrides)
+    context = context_of(config, model)
+    _require_divisible(config, ranks)
+    tokens = config.batch // (config.accumulate * ranks) * context
+    plans, schedule = plan_phases(config, model, hardware, decided or Decided(), tokens)
+    if ranks > 1:
+        _require_parallel(config, plans)
+    kind = config.activation_checkpointing
+    for plan in plans if config.compile else ():
+        (require_compiler if will_train else require_compilable)(plan, kind)
+    require_optimizer(config, hardware, ranks)
+    planned = RunPlans(
+        config=config,
+        model=model,
+        context=context,
+        plans=plans,
+        compiled=[is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans],
+        schedule=schedule,
+        in_fp16=any(plan.loss_scaling for plan in plans),
+    )
+    if will_train:
+        footprint = Footprint(config, model, context, ranks)
+        require_memory(footprint, planned.trained, hardware, compiled=any(planned.compiled))
+    return planned
+
+
+def by_request(table: Mapping[str, Value], request: str) -> Value | None:
+    """The value that `table` has for `request`, a `Phase.asked`; None if it has none. A resumed run
+    names its own copy of a recipe's file: the folder may differ if only one value fits."""
+    if request in table:
+        return table[request]
+    name = _without_folder(request)
+    values = [value for key, value in table.items() if _without_folder(key) == name]
+    return values[0] if values and all(value == values[0] for value in values) else None
+
+
+def _without_folder(request: str) -> str:
     recipe, word, changes = request.partition(" with ")
     return (os.path.basename(recipe) if recipe.endswith(".toml") else recipe) + word + changes
 
@@ -207,6 +285,27 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
             f"Lower it, or --set model.context={context}"
         )
     return context
+
+
+def _require_divisible(config: RunConfig, ranks: int) -> None:
+    """Raise a UserError unless the batch can be divided equally among the ranks."""
+    if config.batch % (config.accumulate * ranks):
+        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+        raise UserError(
+            f"batch {config.batch}{micro} cannot be shared equally by {ranks} ranks. Choose a "
+            f"multiple of {config.accumulate * ranks}."
+        )
+
+
+def _require_parallel(config: RunConfig, plans: Sequence[Plan]) -> None:
+    """Raise a UserError if several ranks cannot train by these plans and this configuration."""
+    if config.parallel == "fsdp" and any(plan.backend == "te" for plan in plans):
+        raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
+    if config.grad_compression != "none" and config.parallel != "ddp":
+        raise UserError(
+            f"--grad-compression {config.grad_compression} with --parallel {config.parallel} is "
+            "not possible: DDP alone has it. Choose --parallel ddp, or leave it out."
+        )
 
 
 def _require_whole_sequences(attention: str, config: RunConfig, model: GPTConfig) -> None:

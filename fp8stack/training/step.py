@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from fp8stack.model.gpt import GPT
 from fp8stack.training.checkpoint.state import random_state, restore_random_state
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.graphs import GraphedPasses, obstacle
@@ -30,7 +31,8 @@ class Step:
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self._load: ExpertLoad | None = None  # once it is computed
-        self._graphs: GraphedPasses | None = None  # of the model that trains
+        self._graphs: GraphedPasses | None = None  # of the model that trains, if it has them
+        self._model: GPT | None = None  # the one that `_graphs` is for
         # The order in which torch sums the norm; all models of a run share the parameters.
         self._order = list(run.model.parameters())
 
@@ -96,13 +98,14 @@ class Step:
         if samples:
             with run.telemetry.sampling(run.model) if is_first else nullcontext():
                 return self._run_pass(part_BT)
-        if obstacle(run):
+        if self._model is not run.model:
+            self._model, backend = run.model, run.backend
+            self._graphs = None
+            if not obstacle(run):
+                state = backend.weights, backend.delayed
+                self._graphs = GraphedPasses(self._run_pass, run.model, *state)
+        if self._graphs is None:
             return self._run_pass(part_BT)
-        if self._graphs is None or self._graphs.model is not run.model:
-            backend = run.backend
-            self._graphs = GraphedPasses(
-                self._run_pass, run.model, backend.weights, backend.delayed
-            )
         return self._graphs(part_BT, first=is_first)
 
     def _run_pass(self, part_BT: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def test_by_default_the_gate_checks_all_results_that_have_ratios(committed, tmp_
     assert capsys.readouterr().out.splitlines()[-1].startswith("grid: 0 worse")
 
 
+@pytest.mark.capability("D6")
 def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch, capsys):
     assert runner.check(committed) == 0
     _grid_at(monkeypatch, 1.5, (1.0, 1.05))
@@ -72,6 +73,7 @@ def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch
     assert runner.check([*committed, "--tolerance", "0.6"]) == 0
 
 
+@pytest.mark.capability("D6")
 def test_noise_within_the_interval_or_the_tolerance_and_a_gain_pass_the_gate(
     committed, monkeypatch
 ):
@@ -90,6 +92,7 @@ def test_noise_within_the_interval_or_the_tolerance_and_a_gain_pass_the_gate(
     assert runner.check(committed) == 1
 
 
+@pytest.mark.capability("D6")
 @pytest.mark.parametrize("kinds", [("fp32", "bf16"), ("bf16", "fp32")])
 def test_ratios_to_another_baseline_are_refused(kinds):
     """A CPU without bf16 instructions is compared with fp32, one that has them with bf16."""
@@ -105,6 +108,7 @@ def test_ratios_to_another_baseline_are_refused(kinds):
     assert "no arm was measured that has a committed result" in message
 
 
+@pytest.mark.capability("D6")
 def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
     """Real steps, timed as always, by a clock that counts operations: emulated linears multiply
     eight times as often as when the results were committed."""

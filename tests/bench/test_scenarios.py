@@ -48,6 +48,7 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path):
             assert report.paired_cell(row) in text
 
 
+@pytest.mark.capability("D6")
 def test_a_scenario_calls_what_it_times(monkeypatch):
     """The numbers come from the clock: a stand-in clock determines them."""
 
@@ -75,6 +76,7 @@ def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
 # Sizes
 
 
+@pytest.mark.capability("D6")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch):
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, Timing]:
@@ -105,6 +107,7 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
         assert parameters == sorted(set(parameters))
 
 
+@pytest.mark.capability("D6")
 @pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "gpu"])
 def test_the_batch_grows_from_32_to_256(hardware):
     batches = grid.AXES[hardware.device]["batch"]
@@ -124,6 +127,7 @@ def test_gigabytes_per_second_are_those_read_and_written():
     assert rows["mxfp8"]["gb_per_s"] == pytest.approx(5.0)
 
 
+@pytest.mark.capability("D6")
 def test_every_cast_gives_its_format():
     x = torch.randn(128, 128)
     copies: dict[str, Any] = {name: arm() for name, arm in operations.casts(x).items()}

@@ -186,6 +186,7 @@ def test_errors_of_operands_are_means_without_the_first_step_that_was_sampled(tm
     assert study.operand_errors(tmp_path / "t.jsonl") == {"input": pytest.approx(0.0055)}
 
 
+@pytest.mark.capability("D7")
 def test_what_is_committed_says_that_eight_bits_cost_little():
     """Four bits in the forward pass cost most."""
     committed = json.loads((ROOT / "bench" / "results" / "cpu" / "study.json").read_text())
@@ -205,6 +206,7 @@ def command(out: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "bench", "study", *options]
 
 
+@pytest.mark.capability("D11")
 @pytest.mark.slow
 def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
     tmpdir = tmp_path / "tmp"  # where no other process measures times

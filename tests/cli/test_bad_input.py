@@ -34,6 +34,7 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.capability("A1")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_that_names_it_and_touches_nothing(name, files):
     assert problem(files, *BAD[name]) == ""
@@ -103,6 +104,7 @@ def test_usual_flags_of_training_and_a_bare_resume_are_taken(command, tmp_path):
     assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.capability("A1")
 @settings(max_examples=200, deadline=None)
 @given(
     st.builds(
@@ -145,6 +147,7 @@ def test_doctor_answers_in_json_for_any_machine(command, capsys):
     assert (delayed["backend"], delayed["native"], delayed["reasons"]) == ("torch", True, [])
 
 
+@pytest.mark.capability("B1")
 def test_doctor_prints_this_machine_the_recipes_and_the_formats(command, capsys):
     assert command("doctor") == 0
     printed = capsys.readouterr().out

@@ -40,6 +40,7 @@ def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) 
     )
 
 
+@pytest.mark.capability("B1")
 @pytest.mark.parametrize("name", [*get_args(FormatName), "e8m0"])
 def test_the_codes_of_every_format_of_an_operand_decode_as_the_references_do(name):
     codes = range(2 ** BITS.get(name, 8))
@@ -148,6 +149,7 @@ def test_fp32_codes_decode_as_numpy_does_and_tf32_is_fp32_without_its_last_13_bi
     assert (tf32.epsilon, tf32.min_subnormal) == (2**-10, 2.0**-136)
 
 
+@pytest.mark.capability("B1")
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_the_limits_and_the_layout_are_those_of_ml_dtypes_torch_and_gfloat(name):
     format, finfo = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name])

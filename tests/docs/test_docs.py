@@ -23,6 +23,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.planning.run_config import GuardConfig, RunConfig
 from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe_file as recipes
+from tests import capabilities
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 ROOT = Path(__file__).parents[2]
@@ -127,19 +128,9 @@ def test_the_readme_shows_every_command():
     assert set(re.findall(r"fp8stack ([a-z]+)", _text("README.md"))) >= COMMANDS.keys() - {"bench"}
 
 
-def test_every_capability_names_tests_that_exist():
-    text = _text("docs/capabilities.md")
-    rows = re.findall(r"^\| ([A-E]\d+) \|.*\| ([^|]*) \|$", text, re.M)
-    counts = {"A": 15, "B": 11, "C": 3, "D": 12, "E": 4}
-    expected = [f"{letter}{number}" for letter, n in counts.items() for number in range(1, n + 1)]
-    assert [row for row, _ in rows] == expected
-    for row, cell in rows:
-        assert "::" in cell, row
-    named = re.findall(r"`([\w/]*test_\w+\.py)::(test_\w+)`", text)
-    assert len(named) > 80
-    for file, test in named:
-        assert f"def {test}(" in _text(f"tests/{file}"), f"{file}::{test}"
-    assert text.count("::test_") == len(named)
+def test_every_capability_is_shown_by_tests_and_the_page_is_the_one_that_they_give():
+    assert capabilities.marked().keys() == capabilities.CAPABILITIES.keys()
+    assert _text("docs/capabilities.md") == capabilities.page(), "python -m tests.capabilities"
 
 
 @pytest.mark.parametrize(("kind", "names"), STUDIED.items(), ids=STUDIED)
@@ -170,6 +161,13 @@ def test_the_forecasts_of_the_documents_are_the_commands():
     law = fitted()
     formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
     assert formula in _text(COSTS)
+    law_page, costs = _text("bench/results/cpu/law.md"), " ".join(_text(COSTS).split())
+    counts = re.search(r"\d of \d are in the law's interval and \d in the constant's", law_page)
+    assert counts is not None
+    assert counts[0] in costs
+    left_out, unfitted = re.findall(r"(the law|the constant) wins\.", law_page)
+    assert (left_out, unfitted) == ("the constant", "the law")  # as the page of costs says
+    assert "Over sources left out the constant wins" in costs
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():

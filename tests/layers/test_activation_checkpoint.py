@@ -81,6 +81,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(tensor, reference)
 
 
+@pytest.mark.capability("D2")
 @pytest.mark.parametrize(("recipe", "backend", "shape"), CASES)
 def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
     recipe: str, backend: str, shape: str
@@ -91,6 +92,7 @@ def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
         assert_same(trained(gpt(recipe, backend, mode, **more)), expected)
 
 
+@pytest.mark.capability("D2")
 @pytest.mark.parametrize(("recipe", "backend"), WAYS)
 def test_selective_keeps_less_than_none_and_block_less_than_selective(
     recipe: str, backend: str

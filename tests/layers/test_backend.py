@@ -191,6 +191,7 @@ def test_models_of_other_recipes_beside_it_do_not_influence_a_model(recipe):
 # Plain torch
 
 
+@pytest.mark.capability("A7")
 def test_the_recipe_fp32_is_plain_torch_to_the_bit():
     model = gpt("fp32", "auto")
     assert {type(m) for m in model.modules() if not list(m.children())} == {

@@ -30,6 +30,7 @@ from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.training import run_plans
 from fp8stack.training.run_plans import plan_recipe
 from fp8stack.training.setup import build
 from tests.support.backend_models import RECIPES, same
@@ -174,6 +175,7 @@ SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST]
 
 # Blocks of elements take a quarter of a minute each to compile; a linear of them, and of NVFP4, is
 # compiled in tests/conform.
+@pytest.mark.capability("D3")
 @pytest.mark.parametrize(("recipe", "backend"), [*QUICK, *SLOW])
 def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     """And one compilation serves all blocks. Evaluations, which are compiled apart, are in one
@@ -202,6 +204,7 @@ def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
     assert same(fp8_state(plain), fp8_state(fast))
 
 
+@pytest.mark.capability("D3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "backend"),
@@ -224,7 +227,7 @@ def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
         return forward
 
     monkeypatch.setattr(torch, "compile", compiling)
-    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(run_plans, "require_compiler", lambda *_: None)
     monkeypatch.setattr(build, "_be_deterministic", lambda: None)
     for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
         tunes.clear()
@@ -361,7 +364,7 @@ def test_a_run_on_a_cpu_is_compiled_where_that_is_asked_for_alone(tmp_path, monk
         return call
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(run_plans, "require_compiler", lambda *_: None)
     monkeypatch.setattr(build, "_be_deterministic", lambda: modes.append("deterministic"))
     assert not SmallLoop(tmp_path / "eager", "fp32").run.compiled
     assert modes == []

@@ -62,6 +62,7 @@ def assert_same(*models: GPT) -> None:
 # When amaxes are recorded and scales updated
 
 
+@pytest.mark.capability("B3")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_step_gives_the_hand_computed_scales(backend):
     layer, _ = linear("delayed", 32, 48, backend=backend, margin=1)
@@ -449,6 +450,7 @@ def test_a_restored_state_continues_training_to_the_bit(backend):
     assert loss_of(unscaled, 3).item() != expected[3]
 
 
+@pytest.mark.capability("B7")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [("te", "emulate"), ("emulate", "te"), ("torch", "emulate"), ("emulate", "torch")],

@@ -73,6 +73,7 @@ def shards_of(weight: torch.Tensor, ranks: int) -> list[ShardedWeight]:
     return [ShardedWeight(chunk, Layer(3.5, len(weight))) for chunk in chunks]
 
 
+@pytest.mark.capability("E3")
 @pytest.mark.parametrize("rows", [64, 50, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(

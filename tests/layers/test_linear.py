@@ -39,6 +39,7 @@ class Weights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.capability("A4")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_thousand_tiny_updates_are_not_lost(dtype: torch.dtype) -> None:
     """Each is an eighth of what the working copy can tell apart; in it alone, none would count."""
@@ -61,6 +62,7 @@ def test_a_thousand_tiny_updates_are_not_lost(dtype: torch.dtype) -> None:
     assert (y == torch.tensor(expected).to(dtype)).all()
 
 
+@pytest.mark.capability("A4")
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str) -> None:
     model = gpt(recipe, "auto", {"layers": 1})
@@ -80,6 +82,7 @@ def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str)
     assert not torch.equal(copies[0], copies[2])
 
 
+@pytest.mark.capability("A4")
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16", *RECIPES])
 def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
     model = gpt(recipe, "auto", {"layers": 1})

@@ -60,6 +60,7 @@ def operators(model: str, recipe: str, machine: Hardware) -> set[str]:
 NVIDIAS = {"aten.mm.dtype", "aten._scaled_mm.default", "aten._scaled_mm_v2.default"}
 
 
+@pytest.mark.capability("B11")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("machine", [AMD, INTEL], ids=str)
 def test_emulated_fp8_runs_by_operators_that_every_gpu_has(recipe, machine, monkeypatch):

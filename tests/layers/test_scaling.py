@@ -37,6 +37,7 @@ def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor
     return results[-1]
 
 
+@pytest.mark.capability("B3")
 def test_delayed_scaling_clips_a_spike_that_current_scaling_keeps() -> None:
     usual = torch.rand(1, 16, 128) * 1.75
     usual[0, 0, 0] = 1.75  # the amax: a scale of 256
@@ -51,6 +52,7 @@ def test_delayed_scaling_clips_a_spike_that_current_scaling_keeps() -> None:
     np.testing.assert_allclose(current.numpy(), cast(x, 32.0), rtol=1e-6)
 
 
+@pytest.mark.capability("B4")
 def test_after_the_spike_the_scale_stays_low_as_long_as_the_history_remembers() -> None:
     usual = torch.full((1, 16, 128), 1.75)
     spiked = usual.clone()

@@ -483,6 +483,7 @@ def test_a_recipes_options_reach_its_gemms(te, monkeypatch, name, options):
 # Losses and state against the emulator's
 
 
+@pytest.mark.capability("B7")
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -502,6 +503,7 @@ def test_losses_follow_the_emulators(te, recipe, options):
     assert by_te[0] == pytest.approx(expected[0], rel=2**-12)
 
 
+@pytest.mark.capability("B7")
 @pytest.mark.parametrize("accumulate", [case(n, quick=n == 3) for n in (1, 3)])
 @pytest.mark.parametrize(
     "options",
@@ -834,6 +836,7 @@ def test_a_model_with_exclusions_trains_as_the_emulators(te, options, in_fp8):
 # Checkpoints
 
 
+@pytest.mark.capability("B7")
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_names_and_initial_values_are_the_emulators(te, norm, qk_norm):

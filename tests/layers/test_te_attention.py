@@ -115,6 +115,7 @@ def attention_of(kind: str, q: Tensor, k: Tensor, v: Tensor, scales: dict[str, f
     return with_scale(y, scales["O"]) if kind == "delayed" else y
 
 
+@pytest.mark.capability("A13")
 @pytest.mark.parametrize(("recipe", "kind"), KINDS[-4:] + KINDS[:1])
 def test_attention_in_fp8_is_transformer_engines(te, recipe, kind):
     backend = gpt(recipe, kind).backend
@@ -232,6 +233,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.capability("A13")
 @pytest.mark.parametrize(("recipe", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", [case("delayed", quick=True), case("current", quick=False)])
 def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, kind):
@@ -384,6 +386,7 @@ RUN += ["--set", "model_overrides.context=128", "--no-compile"]
 SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
 
 
+@pytest.mark.capability("A13")
 @pytest.mark.parametrize(
     ("recipe", "kind", "gpu"),
     [

@@ -44,6 +44,7 @@ def built(config: GPTConfig, plan: Plan, multiple: int) -> tuple[GPT, torch.Tens
     return model, loss.detach()
 
 
+@pytest.mark.capability("A12")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("recipe", "backend", "multiple", "head"), RUNS)
 def test_a_padded_vocabulary_gives_the_loss_and_gradients_of_the_plain_one(
@@ -76,6 +77,7 @@ def test_sizes_are_to_be_multiples_of_16_bytes_or_of_mxfp8s_blocks():
         assert needed_multiple(plan) == multiple, recipe
 
 
+@pytest.mark.capability("A12")
 def test_a_width_that_does_not_divide_is_named_with_the_next_that_does():
     config = GPTConfig(vocabulary=128, context=32, layers=1, width=40, heads=10)
     plan = plan_for(config, "delayed", assumed("9.0"))

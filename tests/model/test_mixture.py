@@ -64,6 +64,7 @@ def spread(model: GPT, factor: float = 50) -> GPT:
     return model
 
 
+@pytest.mark.capability("A14")
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_outputs_and_gradients_are_those_of_transformers(normalize):
     model = spread(built(shape({"normalize": normalize})))
@@ -134,6 +135,7 @@ def test_routers_compute_in_float32_under_autocast_as_well(recipe):
         assert torch.equal(router(x), expected)
 
 
+@pytest.mark.capability("A14")
 def test_the_losses_of_routers_are_in_the_gradients_and_not_in_the_loss():
     plain, balanced = (built(shape({"balance": balance})) for balance in (0.0, 1.0))
     assert torch.equal(trained_once(plain), trained_once(balanced))
@@ -255,6 +257,7 @@ def learned_in_fp32() -> float:
     return learned("fp32")
 
 
+@pytest.mark.capability("A14")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_mixture_learns_in_every_recipe_as_in_fp32(recipe, learned_in_fp32):
     near = 0.05 if recipe == "nvfp4" else 0.02

@@ -92,6 +92,7 @@ def test_what_is_no_model_is_not_converted(model, message):
         ({"amax_group": [0, 1]}, "amax_group: a list is no group"),
         ({"plan": None}, r"convert needs a recipe or a plan, such as .* not None"),
         ({"plan": fp8stack.Plan}, r"needs a recipe or a plan, .* not the class 'Plan'"),
+        ({"recipe": "delayed"}, "a plan or a recipe, not both"),
         ({"plan": torch.float8_e4m3fn}, r"needs a recipe or a plan, .* not a dtype"),
     ],
 )
@@ -114,7 +115,7 @@ def test_an_argument_of_another_type_is_named(options, message):
         (lambda: fp8stack.build_backend("te"), "build_backend needs a plan"),  # type: ignore[arg-type]
         (lambda: fp8stack.load(None), "not by None"),  # type: ignore[arg-type]
         (lambda: fp8stack.load(plain()), "not by a Sequential"),  # type: ignore[arg-type]
-        (lambda: fp8stack.pretrain(stpes=1), "Did you mean 'steps'?"),  # type: ignore[call-arg]
+        (lambda: fp8stack.pretrain(stpes=1), "Did you mean 'steps'?"),
         (lambda: fp8stack.plan_for("gpt-nano", "delayed", CPU), "plan_for needs a GPTConfig"),  # type: ignore[arg-type]
         (lambda: fp8stack.GPT("gpt-nano"), "GPT needs a GPTConfig and a backend"),  # type: ignore[arg-type]
         (lambda: fp8stack.GPT(NANO, resolve("fp32", CPU)), "not a GPTConfig and a Plan"),  # type: ignore[arg-type]

@@ -327,6 +327,7 @@ actions = st.one_of(
 )
 
 
+@pytest.mark.capability("B3")
 @STEADY
 @given(
     st.lists(actions, max_size=40),

@@ -39,6 +39,7 @@ def test_every_float16_casts_as_ml_dtypes_does(name):
         np.testing.assert_array_equal(cast_codes(x, scale, name), expected)
 
 
+@pytest.mark.capability("B2")
 @pytest.mark.parametrize(
     ("value", "e4m3", "e5m2"),
     [
@@ -176,6 +177,7 @@ def test_scale_arithmetic_is_float32_whatever_torchs_default_dtype(dtype):
         assert tensor_scale(11.0, power_of_two=True).item() == 32.0
 
 
+@pytest.mark.capability("B10")
 def test_int8_loses_93_percent_of_attentions_probabilities_and_e4m3_17():
     """Softmax over 384 keys of logits from N(0, 3^2), with one scale per tensor: docs/numerics.md
     has the shares that become zero."""

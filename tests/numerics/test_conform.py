@@ -30,6 +30,7 @@ def assert_holds(row: Row) -> None:
     assert result["verdict"] == "pass", (str(row), result)
 
 
+@pytest.mark.capability("B2")
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_row_of_the_table_holds_or_says_why_it_does_not_apply(row: Row) -> None:
     result = row.run()
@@ -46,6 +47,7 @@ OWN = {name: Quantizer(format=name, block=(1, 32), scale="e8m0") for name in ELE
 QUANTIZERS = EVERY | RULES | {f"own {name}": quantizer for name, quantizer in OWN.items()}
 
 
+@pytest.mark.capability("B6")
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_every_implementation_of_a_quantizer_gives_the_oracles_results(name: str) -> None:
     """Also where threads share tiles that are as small as blocks allow."""
@@ -111,6 +113,7 @@ def linears() -> Iterator[Any]:
             yield linear(CONTEXT, load_recipe(name), "torch", Shape(rows, 48, 32, True))
 
 
+@pytest.mark.capability("B4", "B5")
 @pytest.mark.parametrize("row", linears(), ids=str)
 def test_a_linears_gemms_are_near_float64_on_the_exact_operands(row: Row) -> None:
     assert_holds(row)

@@ -51,6 +51,7 @@ def inputs(name: str) -> torch.Tensor:
     return torch.cat([x, -x])
 
 
+@pytest.mark.capability("B1")
 @pytest.mark.parametrize("name", OWN_FORMATS)
 def test_every_value_tie_and_limit_rounds_as_exact_fractions_do(name: str) -> None:
     target, x = quantized_format(name), inputs(name)

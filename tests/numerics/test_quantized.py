@@ -150,6 +150,7 @@ def matrices(draw) -> Tensor:
     return matrix.T if draw(st.booleans()) else matrix
 
 
+@pytest.mark.capability("B6")
 @STEADY
 @given(
     matrices(),
@@ -312,12 +313,14 @@ HAND_COMPUTED = {
 }
 
 
+@pytest.mark.capability("B6")
 @pytest.mark.parametrize(("name", "rounding"), HAND_COMPUTED)
 def test_hand_computed_codes(name, rounding):
     table = HAND_COMPUTED[name, rounding]
     assert [mx_code(amax, name, rounding) for amax, _ in table] == [code for _, code in table]
 
 
+@pytest.mark.capability("B6")
 @STEADY
 @given(
     st.floats(0, width=32, exclude_min=True, allow_infinity=False),

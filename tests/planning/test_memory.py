@@ -97,6 +97,7 @@ IN_ONE_SHAPE = [
 ]
 
 
+@pytest.mark.capability("D1")
 @pytest.mark.parametrize(
     ("recipe", "backend", "shape"),
     [
@@ -168,6 +169,7 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
     assert len(casts) == (0 if recipe == "bf16" else 3 * 8)
 
 
+@pytest.mark.capability("D1")
 @pytest.mark.parametrize(
     ("shape", "recipe", "checkpointing", "micro_batches"),
     [
@@ -214,6 +216,7 @@ def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(recipe, monkey
 # Parameters, gradients, the optimizer, and copies of weights
 
 
+@pytest.mark.capability("D1")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("optimizer", sorted(set(get_args(OptimizerName)) - {*LOW_BIT}))
 def test_weights_gradients_and_state_are_estimated_to_the_byte(shape, optimizer):
@@ -316,6 +319,7 @@ def test_fsdp_shards_tensors_that_ddp_replicates():
     assert low.weight_copies == low.fp8_weights == 0
 
 
+@pytest.mark.capability("C2")
 def test_savings_are_an_average_over_the_phases_and_the_peak():
     saved = fp8stack.savings([(10, 4), (20, 4), (60, 2), (10, 4)], reference=4)
     assert (saved.average, saved.peak) == (pytest.approx(0.70), 1.0)
@@ -369,6 +373,7 @@ def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight
         assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
 
 
+@pytest.mark.capability("D1")
 def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys):
     sizes: dict[str, Any] = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27}
     sizes |= {"context": 256, "mlp_width": 4779, "tied": "true"}
@@ -421,6 +426,7 @@ def test_the_active_parameters_of_a_mixture_are_told(estimated):
     assert (run["parameters"], run["active_parameters"]) == (2_102_656, 923_008)
 
 
+@pytest.mark.capability("C2")
 def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
     table = estimated(*arguments)

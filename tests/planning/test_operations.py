@@ -131,12 +131,14 @@ CASES = [
 ]
 
 
+@pytest.mark.capability("A5")
 @pytest.mark.parametrize(("recipe", "backend", "dtype", "style"), CASES)
 def test_a_real_pass_computes_and_casts_as_the_plan_says(style, recipe, backend, dtype):
     config = STYLES[style]
     check(config, plan_of(config, recipe, backend, dtype), passes=2 if style == "llama" else 1)
 
 
+@pytest.mark.capability("A13")
 @pytest.mark.parametrize("style", STYLES)
 def test_attention_computes_in_float32_where_the_recipe_says_so(style):
     config = STYLES[style]
@@ -146,6 +148,7 @@ def test_attention_computes_in_float32_where_the_recipe_says_so(style):
     assert (attention.operands, attention.output) == (("fp32",) * 3, "fp32")
 
 
+@pytest.mark.capability("A13")
 @pytest.mark.parametrize("style", STYLES)
 def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style):
     config = STYLES[style]
@@ -156,6 +159,7 @@ def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style):
     assert all("residual stream" in cast.what for cast in casts_of(config, plan) if not cast.path)
 
 
+@pytest.mark.capability("B9")
 def test_an_excluded_layer_and_the_rest_run_as_planned():
     plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
     operations = {(operation.path, operation.name): operation for operation in check(LLAMA, plan)}
@@ -163,6 +167,7 @@ def test_an_excluded_layer_and_the_rest_run_as_planned():
     assert operations["lm_head", "dgrad"].operands == ("e5m2 in bf16", "e4m3 in bf16")
 
 
+@pytest.mark.capability("A5")
 def test_a_plan_that_is_wrong_in_one_operation_is_found_out():
     plan = plan_of(GPT2, "delayed", "emulate", "bf16")
     gemms, operations = record(GPT2, plan)[0].gemms, operations_of(GPT2, plan)
@@ -275,6 +280,7 @@ def _half_sums() -> Iterator[None]:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
+@pytest.mark.capability("A13")
 @pytest.mark.usefixtures("_half_sums")
 def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_without():
     q, k, v = huge_heads()

@@ -91,6 +91,7 @@ def test_the_warm_up_phase_is_a_quarter_of_the_run_at_most(
     assert spans(*mine, steps=steps, warmup_steps=50)[0][2:] == (1, steps // 2)
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize(
     ("phase", "phases", "hardware", "precision"),
     [
@@ -143,6 +144,7 @@ def test_phases_that_make_no_sense_are_refused(phases: list[PhaseConfig], messag
         phases_of(phases, "fp32", **RUN)  # type: ignore[arg-type]
 
 
+@pytest.mark.capability("C1")
 def test_an_override_wins_and_leaves_the_rest() -> None:
     overrides = [PhaseConfig(name="decay", recipe="fp32"), PhaseConfig(name="stable", until=90)]
     assert spans(*overridden(preset("default"), overrides)) == [

@@ -76,6 +76,7 @@ def test_the_lists_say_what_is_low_and_what_is_float32(recipe):
     assert {operation.output for operation in in_tf32.values()} == {"fp32"}
 
 
+@pytest.mark.capability("B5")
 @pytest.mark.parametrize(
     ("recipe", "gradient"),
     [
@@ -229,6 +230,7 @@ def test_attention_is_float32_where_the_recipe_says_so_whatever_runs(recipe, har
     assert not any("attention" in line for line in resolve(runs, hardware).summary())
 
 
+@pytest.mark.capability("B9")
 def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer():
     ends: dict[str, Any] = {"exclude_first_blocks": 1, "exclude_last_blocks": 1}
     operations = rows("delayed", exclude=("*.attention.output",), head=True, **ends)

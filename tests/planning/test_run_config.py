@@ -57,8 +57,8 @@ def test_a_key_that_no_longer_exists_is_named_and_ignored(key, tmp_path, capsys)
     for sets, message in (([], ""), ([f"{key}=77"], f": {instead}")):
         run_config._tell_removed.cache_clear()
         assert parse_config(str(tmp_path / "run.toml"), {}, sets) == RunConfig(steps=7)
-        told = f"{key} no longer exists and is ignored{message}.\n"
-        assert capsys.readouterr().err.endswith(told)
+        warning = f"{key} no longer exists and is ignored{message}.\n"
+        assert capsys.readouterr().err.endswith(warning)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 32), (8, 4), (64, 1), (3, 32)])

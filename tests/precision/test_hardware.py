@@ -429,6 +429,7 @@ apple   fp32  em    em    em    em    em    em    bf16 fp32
 """
 
 
+@pytest.mark.capability("B11")
 @pytest.mark.parametrize("row", DOCTOR.strip().splitlines(), ids=lambda row: row.split()[0])
 def test_doctor_tells_how_each_recipe_runs_on_a_gpu_that_is_not_here(row, request, monkeypatch):
     machine, *expected = row.split()

@@ -233,6 +233,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, touched)
 
 
+@pytest.mark.capability("A1", "B8", "E1", "E2")
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_on_every_machine_as_the_table_says(recipe):
@@ -325,6 +326,7 @@ def test_fp16_needs_a_gpu_that_is_fast_in_it():
     )
 
 
+@pytest.mark.capability("E1")
 @pytest.mark.parametrize(
     ("machine", "expected"), [(gpu(8, 7), "bf16"), (gpu(10, 3), "mxfp8"), (gpu(12, 1), "delayed")],
     ids=str,
@@ -435,6 +437,7 @@ def test_an_unknown_backend_is_refused_with_the_nearest_name(recipe, backend, ne
     assert message.endswith("Known: auto, emulate, reference, te, torch.")
 
 
+@pytest.mark.capability("B11")
 @pytest.mark.parametrize(
     ("recipe", "torch_version", "backend"),
     [
@@ -477,6 +480,7 @@ def test_gpus_of_other_makers_run_bf16_and_fp32_by_plain_torch_on_the_gpu(machin
     assert "tf32 needs compute capability 8.0, this is an" in sentences(plan)
 
 
+@pytest.mark.capability("B11")
 @pytest.mark.parametrize("backend", ["auto", "te", "torch", "emulate"])
 @pytest.mark.parametrize("recipe", [*FP8, "mxfp4"])
 @pytest.mark.parametrize("machine", [AMD, INTEL], ids=str)
@@ -954,6 +958,7 @@ def test_layers_that_match_a_pattern_stay_out_and_name_it(patterns, expected):
         assert plan.layer(name).precision == "bf16"
 
 
+@pytest.mark.capability("B9")
 @pytest.mark.parametrize("pattern", ["*.QKV", "qkv", "blocks.6.*", "transformer.*", "", "lm_heads"])
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
 def test_a_pattern_that_matches_no_layer_is_refused_and_the_layers_are_named(machine, pattern):
@@ -1173,6 +1178,7 @@ def test_auto_is_bf16_where_the_step_may_take_longer():
     assert (larger.recipe.name, larger.doubt) == ("delayed", "")
 
 
+@pytest.mark.capability("E2")
 @pytest.mark.parametrize("model", ["gpt-nano", "gpt2-124m"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("backend", ["te", "torch"])

@@ -105,6 +105,7 @@ def test_every_shipped_recipe_is_listed_here():
     assert presets.names("recipes") == sorted(SHIPPED)
 
 
+@pytest.mark.capability("B5")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_holds_the_documented_quantizers_for_good_and_survives_json(name):
     recipe = load_recipe(name)
@@ -175,6 +176,7 @@ def path_of(name: str) -> Path:
     return presets.folder("recipes").joinpath(*name.split(":")).with_suffix(".toml")
 
 
+@pytest.mark.capability("A15")
 @pytest.mark.parametrize("name", [name for name in SHIPPED if ":" in name])
 def test_a_scheme_of_a_server_names_its_source_and_has_no_backward_pass(name):
     comments = [line for line in path_of(name).read_text().splitlines() if line.startswith("# ")]

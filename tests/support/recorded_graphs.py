@@ -34,8 +34,8 @@ class Graph(TorchDispatchMode):
             raise RuntimeError(f"{func} is not permitted when stream is capturing")
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                for tensor in tensors(given):
+                written = args[number] if number < len(args) else kwargs.get(argument.name)
+                for tensor in tensors(written):
                     self.before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
         out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))

@@ -53,7 +53,7 @@ class SmallLoop:
         self._again = {"folder": folder, "recipe": recipe, "width": width} | flags
         settings = small | {"recipe": recipe, "out": str(folder)} | flags
         self.run = set_up(settings, None, [*SETS, f"model_overrides.width={width}"], resume)
-        self.loop = _Loop(self.run, PlainDisplay(), PEAK)
+        self.loop = _Loop(self.run, PlainDisplay(self.run.config.steps, self.run.step, 1), PEAK)
         self.tokens = batches(self.run)
 
     def tokens_of(self, step: int) -> Tensor:

@@ -12,6 +12,7 @@ AT_MOST = {"bf16": 1.0}  # percent of float32's loss
 AT_MOST_OTHERS = 5.0
 
 
+@pytest.mark.capability("D7")
 @pytest.mark.slow
 def test_every_recipe_ends_near_fp32_after_300_steps(tmp_path):
     """A small model; the last 50 losses are of the same batches in every recipe."""

@@ -58,17 +58,17 @@ def test_a_replayed_run_is_the_eager_run_to_the_bit(
 ) -> None:
     expected = trained(tmp_path / "eager", recipe, accumulate=accumulate)
     recorded = recorder().graphs
-    found = trained(tmp_path / "replayed", recipe, accumulate=accumulate)
+    replayed = trained(tmp_path / "replayed", recipe, accumulate=accumulate)
     # Steps in which telemetry samples operands run eagerly.
-    telemetry = found.run.telemetry
+    telemetry = replayed.run.telemetry
     recordable = [
         number for number in range(1, STEPS + 1)
         if not (telemetry.sees_operands and telemetry.due(number, 1, STEPS))
     ]  # fmt: skip
     assert [graph.replays for graph in recorded] == [len(recordable) - WARM_UP] * accumulate
-    assert changed(expected.everything(), found.everything()) == []
-    assert found.guard_events() == expected.guard_events()
-    assert (8, "skip") in found.guard_events()
+    assert changed(expected.everything(), replayed.everything()) == []
+    assert replayed.guard_events() == expected.guard_events()
+    assert (8, "skip") in replayed.guard_events()
 
 
 def reads_on_the_host(self: DelayedScaling) -> None:
@@ -100,9 +100,9 @@ def test_a_pass_that_the_host_reads_is_not_recorded_and_goes_on(
     recorded = recorder().graphs
     monkeypatch.setattr(DelayedScaling, "_update_weight_scales", reads_on_the_host)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
-        found = trained(tmp_path / "replayed", "delayed", accumulate=2)
+        replayed = trained(tmp_path / "replayed", "delayed", accumulate=2)
     assert recorded == []
-    assert changed(expected.everything(), found.everything()) == []
+    assert changed(expected.everything(), replayed.everything()) == []
 
 
 def test_passes_whose_addresses_change_are_eager(
@@ -111,9 +111,9 @@ def test_passes_whose_addresses_change_are_eager(
     expected = trained(tmp_path / "eager", "delayed", accumulate=2)
     recorded = recorder().graphs
     monkeypatch.setattr(DelayedScaling, "_update_weight_scales", replaces_its_scales)
-    found = trained(tmp_path / "replayed", "delayed", accumulate=2)
+    replayed = trained(tmp_path / "replayed", "delayed", accumulate=2)
     assert recorded == []
-    assert changed(expected.everything(), found.everything()) == []
+    assert changed(expected.everything(), replayed.everything()) == []
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_state_that_replays_leave_behind_is_found(
     expected = trained(tmp_path / "eager", recipe)
     recorder()
     monkeypatch.setattr(owner, method, fault)
-    found = trained(tmp_path / "replayed", recipe)
-    assert any(named in name for name in changed(expected.everything(), found.everything()))
+    replayed = trained(tmp_path / "replayed", recipe)
+    assert any(named in name for name in changed(expected.everything(), replayed.everything()))
 
 
 def test_a_recorded_pass_has_the_operators_of_the_eager_one(

@@ -73,6 +73,7 @@ def evaluate(model: GPT, mode: Callable[[], AbstractContextManager[Any]]) -> Non
     assert changed(before, fp8_state(model)) == []
 
 
+@pytest.mark.capability("D8")
 @pytest.mark.parametrize(
     ("recipe", "backend"), [case(*way, quick=way[0] == "delayed") for way in WAYS]
 )
@@ -94,6 +95,7 @@ def test_the_runs_own_evaluation_has_no_graph():
     assert model.training
 
 
+@pytest.mark.capability("D8")
 def test_a_loaded_model_gives_the_same_logits_in_every_mode(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", save_every=2)
     small.advance(2)

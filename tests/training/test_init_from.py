@@ -84,8 +84,10 @@ def test_batches_and_their_order_are_those_of_the_seed(source, begun):
 
 
 def test_without_a_model_it_is_the_checkpoints_model(source, begun):
-    run = begun("new", source)
-    assert (run.model.config.layers, run.model.config.width) == (1, 32)
+    """Dropout may be another: weights do not depend on it."""
+    run = begun("new", source, "model_overrides.dropout=0.1")
+    shape = run.model.config
+    assert (shape.layers, shape.width, shape.dropout) == (1, 32, 0.1)
     assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
     saved = parse_config(str(run.folder.config), {})
     assert (saved.model, saved.model_overrides["width"]) == ("gpt-nano", 32)
@@ -112,11 +114,6 @@ def test_another_shape_is_refused_by_name_and_nothing_is_written(sets, differenc
         "pretrain", *flags, *(w for s in sets for w in ("--set", s)), message=difference
     )
     assert "Cannot begin with the weights of" in error
-
-
-def test_dropout_is_no_shape(source, begun):
-    run = begun("new", source, "model_overrides.dropout=0.1")
-    assert (run.model.config.dropout, run.model.config.width) == (0.1, 32)
 
 
 def _damage(path: Path) -> None:

@@ -296,17 +296,33 @@ def test_the_log_line_says_it_all():
 
 
 def test_plain_lines_are_complete_and_carry_the_time_left(capsys):
-    display = console.open_display(10, 0)
+    display = console.open_display(10, 2, None)
     assert isinstance(display, PlainDisplay)
     line = describe(ROW, 10, PEAK)
-    display.step(3, line, None)
-    display.step(3, line, 61.0)
+    display.step(ROW, PEAK, None)
+    display.step(ROW, PEAK, 61.0)
     display.note("[a note]")
     display.close()
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].endswith("| delayed-emulated | ETA n/a")
-    assert printed[1].endswith("| delayed-emulated | ETA 0:01:01")
-    assert printed[2] == "[a note]"
+    assert printed == [f"{line} | ETA n/a", f"{line} | ETA 0:01:01", "[a note]"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "log_every", "expected"),
+    [
+        (1200, 0, None, [1, *range(60, 1201, 60)]),
+        (1205, 601, None, [602, *range(660, 1201, 60), 1205]),
+        (25, 0, None, [1, 10, 20, 25]),
+        (9, 0, None, range(1, 10)),
+        (1200, 0, 1, range(1, 1201)),
+    ],
+)
+def test_the_first_the_last_and_every_20th_part_of_the_steps_get_a_row(
+    steps, start, log_every, expected
+):
+    display = PlainDisplay(steps, start, log_every)
+    rows = [step for step in range(start + 1, steps + 1) if display.has_row(step)]
+    assert rows == list(expected)
 
 
 def on_screen(written: str) -> list[str]:
@@ -326,27 +342,26 @@ def on_screen(written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_a_terminal_shows_all_figures_and_in_the_end_notes_alone(width):
+def test_a_terminal_shows_a_live_line_and_in_the_end_rows_and_notes_alone(width):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
-    display, line = RichDisplay(10, 2, console), describe(ROW, 10, PEAK)
-    display.step(3, line, 61.0)
+    display = RichDisplay(1200, 1190, None, console)
+    display.step(ROW | {"step": 1199}, PEAK, 61.0)
     display.progress.refresh()
-    now = on_screen(screen.getvalue())
-    assert now[0].startswith("step")
-    assert "3/10" in now[0]
-    assert all(len(row) <= width for row in now)
-    assert " | ".join(now[1:]) == line.partition(" | ")[2]
+    (live,) = on_screen(screen.getvalue())
+    assert live.startswith("step 1199/1200 ")
+    assert live.rstrip().endswith(" loss 1.2346 | 45.6k tok/s")
+    assert len(live) <= width
     requests = StopRequests()
     requests.tell = display.tell
     requests._handle(signal.SIGINT, None)
     display.progress.refresh()
     assert on_screen(screen.getvalue())[-1] == STOPPING
-    last = describe(ROW | {"step": 10}, 10, PEAK)
-    display.step(10, last, 0.0)
+    last = ROW | {"step": 1200}
+    display.step(last, PEAK, 0.0)
     display.note("[bold] stays")
     display.close()
-    assert on_screen(screen.getvalue()) == [STOPPING, last, "[bold] stays"]
+    assert on_screen(screen.getvalue()) == [STOPPING, describe(last, 1200, PEAK), "[bold] stays"]
 
 
 def test_the_plot_is_a_picture_even_of_little():

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, system_memory
 from fp8stack.precision.system_memory import available_memory
 from fp8stack.training.memory_check import (
     Footprint,
@@ -38,19 +39,26 @@ def footprint(hardware: Hardware = CPU, ranks: int = 1, **keys: object) -> tuple
     return of, [plan], of.peak([plan], config.activation_checkpointing, sequences)
 
 
+def check(of: Footprint, plans: list, hardware: Hardware, free: int | None, **keys: bool) -> None:
+    """`require_memory` where so many bytes are free."""
+    with patch.object(system_memory, "available_memory", lambda device: free):
+        require_memory(of, plans, hardware, **keys)
+
+
+@pytest.mark.capability("D1")
 @pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
     free = 20 * 2**30
     with pytest.raises(UserError, match="enough for") as caught:
-        require_memory(of, plans, hardware, free)
+        check(of, plans, hardware, free)
     match = re.search(r"--batch 512 --accumulate (\d+), or --batch (\d+)\. ", str(caught.value))
     assert match is not None
     accumulate, batch = map(int, match.groups())
     for keys in ({"accumulate": accumulate}, {"batch": batch}):
         fitting, plans, peak = footprint(hardware, ranks, **keys)
         assert peak <= free
-        require_memory(fitting, plans, hardware, free)
+        check(fitting, plans, hardware, free)
     assert footprint(hardware, ranks, batch=batch + ranks)[2] > free
 
 
@@ -59,7 +67,7 @@ def test_gradients_that_stay_between_micro_batches_are_part_of_the_advice(free_g
     of, plans, _ = footprint(batch=64, accumulate=2)
     free = round(free_gib * 2**30)
     with pytest.raises(UserError, match="enough for") as caught:
-        require_memory(of, plans, CPU, free)
+        check(of, plans, CPU, free)
     ways = re.findall(r"--batch (\d+) --accumulate (\d+)", str(caught.value))
     assert ways
     for batch, accumulate in ways:
@@ -68,26 +76,26 @@ def test_gradients_that_stay_between_micro_batches_are_part_of_the_advice(free_g
 
 def test_a_close_call_is_let_through_and_so_is_whoever_insists():
     of, plans, peak = footprint(batch=8)
-    require_memory(of, plans, CPU, round(peak * 0.91))
-    require_memory(of, plans, CPU, None)
+    check(of, plans, CPU, round(peak * 0.91))
+    check(of, plans, CPU, None)
     with pytest.raises(UserError, match="check_memory=false"):
-        require_memory(of, plans, CPU, round(peak * 0.89))
-    require_memory(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
-    require_memory(of, plans, CPU, round(peak * 0.6), compiled=True)
+        check(of, plans, CPU, round(peak * 0.89))
+    check(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
+    check(of, plans, CPU, round(peak * 0.6), compiled=True)
 
 
 def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
     of, plans, peak = footprint(batch=4, ranks=4)
     with pytest.raises(UserError, match=r"weights, gradients and optimizer of 124,439,808 param"):
-        require_memory(of, plans, CPU, 2**30)
+        check(of, plans, CPU, 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # ranks on a CPU share its memory
-    require_memory(of, plans, CPU, 2 * peak)
+    check(of, plans, CPU, 2 * peak)
     with pytest.raises(UserError, match="left for each rank"):
-        require_memory(of, plans, CPU, peak)
+        check(of, plans, CPU, peak)
 
 
 def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
-    monkeypatch.setattr(build, "available_memory", lambda device: 7 * 2**18)
+    monkeypatch.setattr(system_memory, "available_memory", lambda device: 7 * 2**18)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
     refused(*flags, message="enough for 2. Give --batch 4 --accumulate 2, or --batch 2.")
     assert command(*flags, "--set", "check_memory=false") == 0
@@ -118,6 +126,7 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     assert available_memory("cpu", tmp_path / "none") is None
 
 
+@pytest.mark.capability("D9")
 @pytest.mark.parametrize(
     ("device", "cuda", "begun", "environment", "done"),
     [
@@ -165,6 +174,7 @@ def faults_before_and_after(rank: int) -> tuple[int, int]:
     return without, faults()
 
 
+@pytest.mark.capability("D9")
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
 @pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="set outside")
 def test_freed_memory_is_kept_and_not_faulted_in_again():

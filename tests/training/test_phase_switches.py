@@ -63,6 +63,7 @@ def events(run: Path) -> list[tuple]:
     return [(row["step"], row["phase"], row["precision"]) for row in phase_rows]
 
 
+@pytest.mark.capability("C1")
 def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases, tmp_path, capsys):
     assert command("pretrain", "--config", phases, "--recipe", "delayed", "--out", "r", *TINY) == 0
     out = capsys.readouterr().out
@@ -86,6 +87,7 @@ def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases
     assert [p["compute_dtype"] for p in plan["phases"]] == ["bf16", "fp32", "fp32"]
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize(
     ("recipe", "last", "steps"),
     [
@@ -120,6 +122,7 @@ def test_steps_of_the_first_phase_are_those_of_a_run_in_its_recipe_alone(tmp_pat
     assert phased.run.plan.precision == "current-emulated"
 
 
+@pytest.mark.capability("C1")
 def test_a_switch_builds_the_model_again_around_the_same_parameters(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"))
     run, before = small.run, dict(small.run.model.named_parameters(remove_duplicate=False))
@@ -137,6 +140,7 @@ def test_a_switch_builds_the_model_again_around_the_same_parameters(tmp_path):
     assert held == {id(p) for p in before.values()}
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize("before", ["fp32", "fp16"])
 def test_delayed_scaling_begins_with_the_scales_of_its_first_steps_operands(before, tmp_path):
     small = SmallLoop(
@@ -231,6 +235,7 @@ def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_pat
     assert sum(row["phase"] == "conservative" for row in rows) == 1
 
 
+@pytest.mark.capability("C3")
 def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
     small = harmful(tmp_path / "r")
     small.advance(8)
@@ -275,6 +280,7 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
     assert resumed.loop.phases.judged_at == 4
 
 
+@pytest.mark.capability("C3")
 def test_a_recipe_that_does_none_stays(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     with patch.object(small.loop, "loss_in", wraps=small.loop.loss_in) as compared:
@@ -346,6 +352,7 @@ def test_a_phase_without_steps_is_told(tmp_path):
         small_run(tmp_path / "s", strict=True, backend="emulate")
 
 
+@pytest.mark.capability("C1")
 def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
     run = SmallLoop(
         tmp_path / "r", "delayed", phases="default", steps=30, warmup_steps=50, decay_fraction=0.2,
@@ -359,6 +366,7 @@ def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
     assert [phase["precision"] for phase in plan["phases"]] == ["bf16", "delayed-emulated", "bf16"]
 
 
+@pytest.mark.capability("C1")
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
     copy = tmp_path / "copy.toml"
     copy.write_text('like = "current"\n')

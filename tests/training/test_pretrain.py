@@ -61,6 +61,7 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, uninterrupted):
     pieces = ("plan: ", "step 12/12 | loss ", " tok/s", "MFU ", " GiB", "ETA ", "sample:\ndef ",
               "model: gpt-nano (layers 1, width 32, heads 2), ")  # fmt: skip
     assert [piece for piece in pieces if piece not in printed] == []
+    assert (f"cost of {recipe} to expect: +" in printed) == (rows[-1]["fp8_gemms"] > 0)
 
 
 @pytest.mark.parametrize(

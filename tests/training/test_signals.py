@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp8stack import data
-from fp8stack.training import finalize, loop
+from fp8stack.training import finalize, loop, run_plans
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup import build
 from fp8stack.training.signals import Preempted, stop_requests
@@ -82,7 +82,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
     }
     with monkeypatch.context() as patch:
         if where == "compiling":
-            patch.setattr(build, "require_compiler", lambda *_: None)
+            patch.setattr(run_plans, "require_compiler", lambda *_: None)
             patch.setattr("fp8stack.model.gpt.GPT.compile_blocks", lambda *_, **__: None)
             patch.setattr(build, "_be_deterministic", lambda: None)
         patch.setattr(*places[where], struck)

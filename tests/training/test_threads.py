@@ -28,6 +28,7 @@ def four_cores(monkeypatch) -> None:
     monkeypatch.setattr(threads, "cores", lambda: 4)
 
 
+@pytest.mark.capability("D10")
 @pytest.mark.usefixtures("four_cores")
 def test_a_run_keeps_the_threads_that_were_asked_for_and_repeats_its_losses_when_resumed(
     command, tmp_path, capsys

@@ -21,7 +21,7 @@ from fp8stack.planning.phases import PhaseConfig
 from fp8stack.planning.run_config import RunConfig, merged, percent
 from fp8stack.precision import probe
 from fp8stack.training.checkpoint.state import differences
-from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
+from fp8stack.training.datasets import read, with_vocabulary
 from fp8stack.training.init_from import with_source
 from fp8stack.training.load import find_source
 from fp8stack.training.run_plans import (
@@ -217,9 +217,9 @@ def comparison_of(config: RunConfig, options: Options) -> Comparison:
 def _with_model(config: RunConfig) -> tuple[RunConfig, Tokenizer | None, Path | None]:
     """The configuration with the vocabulary of its data or the model of its initial weights, the
     tokenizer that it names, and the `tokenizer.json` of the weights."""
-    tokenizer = named_tokenizer(config)
+    config, tokenizer = with_vocabulary(config)
     if not config.init_from:
-        return with_vocabulary(config, tokenizer), tokenizer, None
+        return config, tokenizer, None
     source = find_source(config.init_from)
     return with_source(config, source), tokenizer, source.tokenizer
 

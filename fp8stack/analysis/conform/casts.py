@@ -135,7 +135,7 @@ def _relu2(x: Tensor, backward: bool) -> Tensor:
         exact = positive * positive
         if backward:
             exact = np.where(values <= 0, np.float32(0), values.T * (2 * positive))
-    return torch.from_numpy(oracles.to_bf16(exact)).to(x.dtype)
+        return torch.from_numpy(oracles.to_bf16(exact)).to(x.dtype)
 
 
 @lru_cache(maxsize=32)

@@ -1,22 +1,22 @@
-"""The law of the loss gap of training in a recipe, at any size of model. `python -m bench law` fits
-it to published gaps and to the runs of `python -m bench study`."""
+"""The law of the loss gap of training in a recipe. `python -m bench law` fits it to published gaps
+and to the runs of `python -m bench study`."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from fp8stack.analysis.forecast.result import MOST_EXTRA, Gap
+from fp8stack.analysis.forecast.result import MOST_EXTRA, Gap, Record
 
 RATIO = 20.0
 """The number of training tokens per parameter at which severities are multiplied by `level`."""
+SMALL, LARGE = 2e8, 1e9
+"""Beyond `RATIO`, gaps of models of up to `SMALL` parameters grow with tokens, and from `LARGE` on
+they do not. Between, the exponent falls linearly in log N."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Law:
+class Law(Record):
     """gap = severity x level x (min(D / N, cap) / 20)^exponent, in percent of the loss, for N
     parameters and D training tokens. NVFP4 in all linears of the blocks has severity 1.
 
@@ -25,16 +25,15 @@ class Law:
 
     Attributes:
         level: NVFP4's gap at 20 tokens per parameter, in percent.
-        exponent, cap: the growth with D / N.
+        exponent, cap: the growth with D / N; beyond 20 see `SMALL`.
         deviation: the standard deviation of the logarithm of a new training setup's level.
         exponent_deviation: the standard deviation of the exponent between sizes of models.
         severity_deviation: the standard deviation of the logarithm of a severity, as a share of
             that logarithm.
         quantile: half-width of a 90 % interval in standard deviations.
-        forward: the severity of NVFP4 in the forward pass alone; the rest is of the backward pass.
-        head: the severity of a quantized head, for the same work, relative to the blocks'.
         severities: the severity of each shipped recipe whose training was measured.
         sources: the training setups that give each recipe's severity.
+        addresses: where each training setup is published.
         parameters, ratio: the ranges of the fit, of N and of D / N.
         slope, decline: with more training tokens the loss L of a baseline falls by
             dlog L / dlog D = -slope x (D / N / 20)^-decline.
@@ -47,35 +46,41 @@ class Law:
     exponent_deviation: float
     severity_deviation: float
     quantile: float
-    forward: float
-    head: float
     severities: dict[str, float]
     sources: dict[str, tuple[str, ...]]
+    addresses: dict[str, str]
     parameters: tuple[float, float]
     ratio: tuple[float, float]
     slope: float
     decline: float
 
-    def growth(self, ratio: float) -> float:
+    def growth(self, parameters: float, ratio: float) -> float:
         """The gap at `ratio` tokens per parameter, relative to the gap at 20."""
-        return float((min(ratio, self.cap) / RATIO) ** self.exponent)
+        exponent = self.exponent
+        if ratio > RATIO:
+            remaining = math.log(LARGE / parameters) / math.log(LARGE / SMALL)
+            exponent *= min(1.0, max(0.0, remaining))
+        return float((min(ratio, self.cap) / RATIO) ** exponent)
 
-    def gap(self, ratio: float, severity: float) -> Gap:
+    def gap(self, parameters: float, ratio: float, severity: float) -> Gap:
         """The expected gap in percent of the loss, with a 90 % interval.
 
         Args:
+            parameters: the number of (active) parameters.
             ratio: training tokens per parameter, above 0.
             severity: 0 for a recipe that quantizes nothing.
         """
-        mean = severity * self.level * self.growth(ratio)
-        distance = math.log(severity) if severity else 0.0
-        deviation = math.hypot(
+        mean = severity * self.level * self.growth(parameters, ratio)
+        factor = math.exp(self.quantile * self.spread(ratio, severity))
+        return Gap(mean=mean, low=mean / factor, high=mean * factor)
+
+    def spread(self, ratio: float, severity: float) -> float:
+        """The standard deviation of the logarithm of a gap."""
+        return math.hypot(
             self.deviation,
             self.exponent_deviation * math.log(ratio / RATIO),
-            self.severity_deviation * distance,
+            self.severity_deviation * (math.log(severity) if severity else 0.0),
         )
-        factor = math.exp(self.quantile * deviation)
-        return Gap(mean=mean, low=mean / factor, high=mean * factor)
 
     def extra_tokens(self, ratio: float, percent: float) -> float:
         """The training tokens to add, in percent of `ratio`, until the loss is as low as without a
@@ -92,11 +97,4 @@ class Law:
 def fitted() -> Law:
     """The fitted law that ships with fp8stack."""
     file = resources.files("fp8stack.analysis.forecast").joinpath("law.json")
-    law = Law(**json.loads(file.read_text(encoding="utf-8")))
-    sources = {recipe: tuple(names) for recipe, names in law.sources.items()}
-    return replace(
-        law,
-        sources=sources,
-        parameters=(law.parameters[0], law.parameters[1]),
-        ratio=(law.ratio[0], law.ratio[1]),
-    )
+    return Law.model_validate_json(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The result of a forecast: as data, and its table."""
+"""The result of a forecast: as data, its table, and a sentence on one recipe."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8stack.common.tables import aligned
 
-GAP = ("gap to expect", "90 % interval")
-"""The column titles of `shares`."""
 MOST_EXTRA = 900.0
 """The most extra tokens that are told, in percent."""
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Immutable data."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Gap(_Record):
+class Gap(Record):
     """A loss gap with its 90 % interval, in percent of the loss if nothing else is said."""
 
     mean: float
@@ -30,40 +30,38 @@ class Gap(_Record):
         return Gap(mean=self.mean * factor, low=self.low * factor, high=self.high * factor)
 
 
-class Expected(_Record):
+class Expected(Record):
     """The forecast for a recipe.
 
     Attributes:
         recipe: its name.
         severity: the gap relative to that of NVFP4 in all linears of the blocks; None if no source
-            says anything of the recipe, and `reason` says why.
+            says anything of the recipe, and `note` says why.
         percent: the gap in percent of the loss.
         nats: the gap in nats per token; None if the loss is not known.
         extra_tokens: the training tokens, in percent, that would make up for the gap, at most
             `MOST_EXTRA`; None far from the tokens that baselines are known for.
         sources: the training setups that give the severity.
-        notes: assumptions.
+        note: what the forecast assumes or leaves out.
     """
 
     recipe: str
-    severity: float | None
-    percent: Gap | None
-    nats: Gap | None
-    extra_tokens: Gap | None
-    sources: tuple[str, ...]
-    reason: str = ""
-    notes: tuple[str, ...] = ()
+    severity: float | None = None
+    percent: Gap | None = None
+    nats: Gap | None = None
+    extra_tokens: Gap | None = None
+    sources: tuple[str, ...] = ()
+    note: str = ""
 
 
-class ForecastResult(_Record):
+class ForecastResult(Record):
     """The forecast for a model.
 
     Attributes:
-        model: a run, or the name of a model.
+        model: its name.
         parameters, active_parameters: all parameters, and those that a token meets.
         tokens: the number of training tokens.
         loss: of the baseline, in nats per token; None if it is not known.
-        loss_source: the source of `loss`.
         recipes: the forecast for each recipe.
         remarks: sentences about the model and the sources.
     """
@@ -73,13 +71,11 @@ class ForecastResult(_Record):
     active_parameters: int
     tokens: int
     loss: float | None
-    loss_source: str
     recipes: tuple[Expected, ...]
     remarks: tuple[str, ...]
 
-    @property
-    def about(self) -> list[str]:
-        """Lines on the model and its loss."""
+    def as_text(self) -> list[str]:
+        """The model, the table and notes on it."""
         active = ""
         if self.active_parameters != self.parameters:
             active = f" ({quantity(self.active_parameters)} active)"
@@ -89,40 +85,40 @@ class ForecastResult(_Record):
             f"{quantity(self.tokens)} training tokens, {ratio:.3g} per parameter"
         ]
         if self.loss is not None:
-            lines.append(f"loss without low precision: {self.loss:.4f}, {self.loss_source}")
-        return lines
-
-    @property
-    def header(self) -> list[str]:
-        """Column titles of `rows`."""
-        return ["recipe", *GAP, "nats per token", "extra tokens", "sources"]
+            lines.append(f"loss without low precision: {self.loss:.4f}, by Chinchilla's law")
+        titles = ["recipe", "gap to expect", "90 % interval", "nats per token", "extra tokens"]
+        table = aligned([[*titles, "rests on"], *self.rows()])
+        notes: dict[str, list[str]] = {}
+        for expected in self.recipes:
+            if expected.note:
+                notes.setdefault(expected.note, []).append(expected.recipe)
+        return [
+            *[*lines, "", *table, ""],
+            *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
+            *self.remarks,
+            "gap: what training in the recipe from the first step adds to the loss, in percent of "
+            "it; extra tokens make up for it (docs/what_does_it_cost.md)",
+        ]
 
     def rows(self) -> Iterator[list[str]]:
         """Yield a table row for each recipe."""
         for expected in self.recipes:
             nats = ""
-            if expected.nats is not None:
-                gap = expected.nats
+            if (gap := expected.nats) is not None:
                 nats = f"{gap.mean:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
             sources = ", ".join(expected.sources)
             yield [expected.recipe, *shares(expected.percent), nats, _extra(expected), sources]
 
-    def as_text(self) -> list[str]:
-        """The table, then the notes."""
-        return [*self.about, "", *aligned([self.header, *self.rows()]), "", *self.notes()]
-
-    def notes(self) -> Iterator[str]:
-        """Yield notes on the table."""
-        notes: dict[str, list[str]] = {}
-        for expected in self.recipes:
-            for note in filter(None, (expected.reason, *expected.notes)):
-                notes.setdefault(note, []).append(expected.recipe)
-        for note, names in notes.items():
-            yield f"{', '.join(names)}: {note}"
-        yield from self.remarks
-        yield (
-            "gap: what training in the recipe from the first step adds to the loss, in percent of "
-            "it; extra tokens make up for it (docs/what_does_it_cost.md)"
+    def sentence(self) -> str:
+        """The gap of the first recipe and what it rests on."""
+        expected = self.recipes[0]
+        gap, interval = shares(expected.percent)
+        if not interval:
+            return f"loss gap of {expected.recipe}: {gap}, {expected.note}"
+        return (
+            f"loss gap to expect of {expected.recipe}: {gap} (90 % interval {interval}) at "
+            f"{self.tokens / self.active_parameters:.3g} tokens per parameter; rests on "
+            f"{', '.join(expected.sources)} (fp8stack forecast)"
         )
 
 
@@ -143,15 +139,12 @@ def shares(gap: Gap | None) -> tuple[str, str]:
 
 
 def _extra(expected: Expected) -> str:
-    extra = expected.extra_tokens
-    if extra is None:
+    if (extra := expected.extra_tokens) is None:
         return ""
     low, mean, high = (
-        "over 900 %"
+        f"over {MOST_EXTRA:.0f} %"
         if value >= MOST_EXTRA
-        else f"{value:.2g} %"
-        if value < 10
-        else f"{value:.0f} %"
+        else f"{value:.{1 if value < 10 else 0}f} %"
         for value in (extra.low, extra.mean, extra.high)
     )
     return f"{mean} ({low} to {high})"

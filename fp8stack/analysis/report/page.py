@@ -156,7 +156,7 @@ def _section(analysis: Analysis, name: str, prefix: str) -> dict[str, Any]:
         "pictures": [*training, *fp8],
         "no_telemetry": summary.without_telemetry(run),
         "what_if": summary.what_if(analysis),
-        "forecast": run.forecast,
+        "loss_gap": run.loss_gap,
         "reasons": summary.reasons(run),
         "not_fp8": summary.not_fp8(run),
         "has_plan": bool(run.plan),

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8stack.analysis.forecast.forecast import forecast_of_shape
-from fp8stack.analysis.forecast.law import fitted
-from fp8stack.analysis.forecast.result import ForecastResult
 from fp8stack.analysis.report.telemetry import Telemetry, read_telemetry, table
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
@@ -51,7 +49,7 @@ class RunRecord:
     metrics: Metrics
     telemetry: Telemetry
     sessions: list[Session]  # in the order of time
-    forecast: ForecastResult | None
+    loss_gap: str  # a sentence on the gap to expect of the recipe; "" if nothing is known
     is_running: bool
     written: datetime | None  # when the last row of metrics was
     notes: list[str]  # on incomplete, damaged or missing files
@@ -94,7 +92,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
         metrics=read_metrics(path, notes),
         telemetry=sampled,
         sessions=_sessions(path / "sessions.jsonl", notes, is_running),
-        forecast=_forecast(path, keys, planned) if telemetry else None,
+        loss_gap=_loss_gap(path, keys, planned) if telemetry else "",
         is_running=is_running is True,
         written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if metrics.exists() else None,
         notes=notes,
@@ -118,8 +116,8 @@ def _read_or_note(path: Path, read: Callable[[], T], otherwise: T, notes: list[s
     return otherwise
 
 
-def _forecast(path: Path, config: dict[str, Any], plan: dict[str, Any]) -> ForecastResult | None:
-    """The forecast for the run's recipe by the size of its model; None without a quantized recipe,
+def _loss_gap(path: Path, config: dict[str, Any], plan: dict[str, Any]) -> str:
+    """The forecast for the run's recipe by the size of its model; "" without a quantized recipe,
     or if the run's files do not say enough."""
     with suppress(UserError, KeyError, TypeError, ValueError):
         recipe = recipe_from_json(plan["recipe"], "plan.json")
@@ -130,8 +128,8 @@ def _forecast(path: Path, config: dict[str, Any], plan: dict[str, Any]) -> Forec
             tokens = None
         if recipe.is_fp8:
             name, recipes = presets.label(keys["model"]), {recipe.name: recipe}
-            return forecast_of_shape(name, model, recipes, tokens, fitted())
-    return None
+            return forecast_of_shape(name, model, recipes, tokens).sentence()
+    return ""
 
 
 def _sessions(path: Path, notes: list[str], is_running: bool | None) -> list[Session]:

@@ -61,10 +61,8 @@ def _parts(analysis: Analysis, width: int) -> Iterator[RenderableType]:
         ]
         yield from _table(["median SQNR, dB", *what_if.kinds], rows)
         yield what_if.sentence
-    if run.forecast is not None:
-        yield f"loss gap to expect: {'; '.join(run.forecast.about)}"
-        yield from _table(run.forecast.header[:-1], [row[:-1] for row in run.forecast.rows()])
-        yield from run.forecast.notes()
+    if run.loss_gap:
+        yield run.loss_gap
     if len(run.sessions) > 1:
         sessions = [(it.began, it.first, it.last, it.ended) for it in run.sessions]
         yield from _table(["session began (UTC)", "after step", "to step", "ended"], sessions)

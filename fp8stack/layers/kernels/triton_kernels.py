@@ -120,8 +120,8 @@ def _cast_half(
     largest = tl.zeros([quads, HOW.columns], tl.float32)
     total = tl.zeros([quads, HOW.columns], tl.float32)
     packed = tl.zeros([quads, HOW.columns], tl.int32)
-    for part in tl.range(4):
-        row = 4 * quad + part
+    for row_index in tl.range(4):
+        row = 4 * quad + row_index
         inside = (row < rows) & in_width
         values = _values(x, dy, row, column, width, inside, HALF, HOW)
         place = data + row.to(tl.int64) * columns + out_column
@@ -132,7 +132,9 @@ def _cast_half(
         if per_tensor:
             codes = _codes(values * times, HOW)
             tl.store(place, codes, mask=inside)
-            packed = _with_part(packed, codes, part, transposed, row, out_column, rows, inside, HOW)
+            packed = _with_row(
+                packed, codes, row_index, transposed, row, out_column, rows, inside, HOW
+            )
         if HOW.scales == "rows":
             scales = _scale_of(tl.max(sizes_of(values), axis=1)[:, None], HOW)
             tl.store(place, _codes(values * scales, HOW), mask=inside)
@@ -155,15 +157,17 @@ def _cast_half(
         else:
             multiplier = _put_mx_columns(largest, quad, out_column, in_width, rows,
                                          columnwise_inverse, HOW)  # fmt: skip
-        for part in tl.range(4):
-            row = 4 * quad + part
+        for row_index in tl.range(4):
+            row = 4 * quad + row_index
             inside = (row < rows) & in_width
             values = _values(x, dy, row, column, width, inside, HALF, HOW)
             codes = _codes(values * multiplier, HOW)
             if HOW.scales == "squares":
                 place = data + row.to(tl.int64) * columns + out_column
                 tl.store(place, codes, mask=inside)
-            packed = _with_part(packed, codes, part, transposed, row, out_column, rows, inside, HOW)
+            packed = _with_row(
+                packed, codes, row_index, transposed, row, out_column, rows, inside, HOW
+            )
     if HOW.columnwise and HOW.whole_quads and HOW.scales != "none":
         stride = tl.multiple_of(rows // 4, 4)  # of a column, which has a multiple of 16 bytes
         line = transposed.to(tl.pointer_type(tl.int32)) + out_column.to(tl.int64) * stride
@@ -172,13 +176,13 @@ def _cast_half(
 
 
 @triton.jit
-def _with_part(
-    packed, codes, part, transposed, row, column, rows, inside, HOW: tl.constexpr
+def _with_row(
+    packed, codes, row_index, transposed, row, column, rows, inside, HOW: tl.constexpr
 ):  # fmt: skip
     """Add the codes of one of four rows to integers that hold those of four; if the columns of the
     transpose are not aligned, write them instead."""
     if HOW.columnwise and HOW.whole_quads:
-        packed = packed | (codes.to(tl.int32) << (8 * part))
+        packed = packed | (codes.to(tl.int32) << (8 * row_index))
     elif HOW.columnwise:
         tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
     return packed

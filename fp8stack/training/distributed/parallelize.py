@@ -21,33 +21,9 @@ from fp8stack.common.errors import UserError
 from fp8stack.layers.fsdp import ShardedWeight, local_shard
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Plan
 
 # Gradients are views of the buckets that DDP reduces, which saves a copy.
 DDP_OPTIONS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-
-TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
-
-
-def require_divisible(config: RunConfig, ranks: int) -> None:
-    """Raise a UserError unless the batch can be divided equally among the ranks."""
-    if config.batch % (config.accumulate * ranks):
-        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
-        raise UserError(
-            f"batch {config.batch}{micro} cannot be shared equally by {ranks} ranks. Choose a "
-            f"multiple of {config.accumulate * ranks}."
-        )
-
-
-def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
-    """Raise a UserError if several ranks cannot train by this plan and configuration."""
-    if ranks > 1 and plan.backend == "te" and config.parallel == "fsdp":
-        raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
-    if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":
-        raise UserError(
-            f"--grad-compression {config.grad_compression} with --parallel {config.parallel} is "
-            "not possible: DDP alone has it. Choose --parallel ddp, or leave it out."
-        )
 
 
 def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:

@@ -79,8 +79,8 @@ class BadStep:
 
     def to_json(self) -> dict[str, Any]:
         """The step as JSON data to save in a checkpoint, with the text of its causes."""
-        said = self.reason
-        return {"step": self.step, "causes": int(self.causes), "slot": self.slot, "said": said}
+        values = {"step": self.step, "causes": int(self.causes), "slot": self.slot}
+        return values | {"said": self.reason}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> BadStep:

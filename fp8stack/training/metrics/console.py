@@ -1,4 +1,5 @@
-"""The display of a run: a progress bar on a terminal, one plain line per logged step elsewhere."""
+"""The display of a run: notes and a row of every 20th part of the steps, with a live line below
+them on a terminal."""
 
 import sys
 from datetime import timedelta
@@ -21,13 +22,29 @@ from fp8stack.training.run import Run
 
 
 class Display:
-    """Base class of displays, which prints nothing."""
+    """Base class of displays, which prints nothing.
+
+    Args:
+        steps: the last step of the run.
+        start: the step that the run begins or is resumed after.
+        log_every: the key of the run. If it is None, the first step, the last one, and one every
+            5 % of the run get a row, at least 10 steps apart unless the run is shorter.
+    """
+
+    def __init__(self, steps: int, start: int, log_every: int | None) -> None:
+        self.steps, self.first = steps, start + 1
+        spread = max(10, steps // 20) if steps >= 10 else 1
+        self.row_every = 1 if log_every else spread  # other steps are not logged
 
     def note(self, *lines: str, keep: str = "") -> None:
         """Print lines that stay, without escaping the control characters in `keep`."""
 
-    def step(self, step: int, line: str, seconds_left: float | None) -> None:
-        """Show the line of a step, see `describe`; `seconds_left` is None if unknown."""
+    def step(self, row: dict[str, Any], peak: Peak, seconds_left: float | None) -> None:
+        """Show a logged step by its row of metrics; `seconds_left` is None if unknown."""
+
+    def has_row(self, step: int) -> bool:
+        """Whether a logged step gets a row that stays."""
+        return step in (self.first, self.steps) or step % self.row_every == 0
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -35,10 +52,10 @@ class Display:
 
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     """The log line of a step, without the time left."""
-    loss, norm, mfu = row["loss"], row["grad_norm"], row["mfu"]
+    norm, mfu = row["grad_norm"], row["mfu"]
     figures = [
         f"step {row['step']}/{steps}",
-        "loss non-finite" if loss is None else f"loss {loss:.4f}",
+        _loss(row),
         f"lr {row['lr']:.2e}",
         "grad norm non-finite" if norm is None else f"grad norm {norm:.2f}",
     ]
@@ -51,12 +68,20 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
         figures.append(f"balance {'non-finite' if balance is None else f'{balance:.2f}'}{idle}")
     figures += [
         f"{row['step_ms']:.0f} ms",
-        f"{row['tokens_per_s'] / 1000:.1f}k tok/s",
+        _speed(row),
         f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}",
         f"{row['memory_gib']:.2f} GiB",
         row["precision"],
     ]
     return " | ".join(figures)
+
+
+def _loss(row: dict[str, Any]) -> str:
+    return "loss non-finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
+
+
+def _speed(row: dict[str, Any]) -> str:
+    return f"{row['tokens_per_s'] / 1000:.1f}k tok/s"
 
 
 def describe_event(event: dict[str, Any]) -> str:
@@ -153,26 +178,26 @@ def _phases(run: Run) -> list[str]:
 
 
 class PlainDisplay(Display):
-    """One line per logged step, for logs and pipes."""
+    """Plain lines, for logs and pipes."""
 
     def note(self, *lines: str, keep: str = "") -> None:
         """See `Display.note`."""
         say(*lines, keep=keep)
 
-    def step(self, step: int, line: str, seconds_left: float | None) -> None:
+    def step(self, row: dict[str, Any], peak: Peak, seconds_left: float | None) -> None:
         """See `Display.step`."""
-        eta = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
-        say(f"{line} | ETA {eta}")
+        if self.has_row(row["step"]):
+            eta = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
+            say(f"{describe(row, self.steps, peak)} | ETA {eta}")
 
 
 class RichDisplay(Display):
-    """A bar with the latest step's figures below it; notes scroll by above. Once closed, only notes
-    are left, and the figures of the last step."""
+    """A live line with the latest step's loss and speed. Rows and notes scroll by above it, and
+    stay once it is closed."""
 
-    def __init__(self, steps: int, start: int, console: Console) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, start: int, log_every: int | None, console: Console) -> None:
+        super().__init__(steps, start, log_every)
         self.progress = Bar("step", MofNCompleteColumn(), steps, start, console, transient=True)
-        self.progress.line = ""
         self.progress.start()
 
     def note(self, *lines: str, keep: str = "") -> None:
@@ -185,12 +210,11 @@ class RichDisplay(Display):
         which may interrupt a print."""
         self.progress.urgent = text
 
-    def step(self, step: int, line: str, seconds_left: float | None) -> None:
+    def step(self, row: dict[str, Any], peak: Peak, seconds_left: float | None) -> None:
         """See `Display.step`."""
-        self.progress.line = line.partition(" | ")[2]
-        if step >= self.steps:
-            self.note(line)
-        self.progress.show(step)
+        if self.has_row(row["step"]):
+            self.note(describe(row, self.steps, peak))
+        self.progress.show(row["step"], f"{_loss(row)} | {_speed(row)}")
 
     def close(self) -> None:
         """See `Display.close`."""
@@ -206,8 +230,8 @@ class RichDisplay(Display):
         self.progress.console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
-def open_display(steps: int, start: int) -> Display:
-    """A progress bar if stdout is a terminal, else plain lines."""
+def open_display(steps: int, start: int, log_every: int | None) -> Display:
+    """A `RichDisplay` if stdout is a terminal, else a `PlainDisplay`."""
     if is_terminal(sys.stdout):
-        return RichDisplay(steps, start, Screen(lasting=True))
-    return PlainDisplay()
+        return RichDisplay(steps, start, log_every, Screen(lasting=True))
+    return PlainDisplay(steps, start, log_every)

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from fp8stack.precision import Plan
-from fp8stack.training.metrics.console import Display, describe, describe_event
+from fp8stack.training.metrics.console import Display, describe_event
 from fp8stack.training.metrics.expert_load import ExpertLoad
 from fp8stack.training.metrics.throughput import Peak, peak_memory_gib, peak_rate
 from fp8stack.training.optim.optimizer import learning_rate
@@ -89,8 +89,7 @@ class MetricsLog:
             return
         self.run.folder.append_metrics(row)
         if trained:
-            line = describe(row, self.run.config.steps, self.peak)
-            self.display.step(step, line, self.seconds_left())
+            self.display.step(row, self.peak, self.seconds_left())
         if val_loss is not None:
             self.display.note(f"step {step}: validation loss {val_loss:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,37 +13,23 @@ from torch import nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import Tokenizer
-from fp8stack.layers.compiler import is_compiled, require_compiler
-from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
-from fp8stack.precision.system_memory import available_memory
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.datasets import read
-from fp8stack.training.distributed.parallelize import (
-    DDP_OPTIONS,
-    require_divisible,
-    require_possible,
-    spread,
-)
+from fp8stack.training.distributed.parallelize import DDP_OPTIONS, spread
 from fp8stack.training.distributed.process_group import Ranks, losing_ranks
 from fp8stack.training.init_from import weights_for
 from fp8stack.training.load import Trained
-from fp8stack.training.memory_check import Footprint, keep_freed_memory, require_memory
+from fp8stack.training.memory_check import keep_freed_memory
 from fp8stack.training.metrics.trackers import build_trackers
 from fp8stack.training.models import model_in
 from fp8stack.training.optim.grad_scaler import build_scaler
-from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
-from fp8stack.training.run import Run, RunData, TrainingState, main_plan, versions
+from fp8stack.training.optim.optimizer import build_optimizer
+from fp8stack.training.run import Run, TrainingState, identity_of, versions
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import (
-    Decided,
-    Schedule,
-    context_of,
-    never_asked_for,
-    plan_phases,
-)
+from fp8stack.training.run_plans import RunPlans, never_asked_for, plan_run
 from fp8stack.training.setup.resume import Resumption, decided_before
 from fp8stack.training.telemetry.operand_errors import Telemetry
 
@@ -63,28 +48,13 @@ class Beginning:
     notes: tuple[str, ...]  # printed at the start
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plans:
-    """The plans of a run, checked against this machine."""
-
-    model: GPTConfig
-    context: int
-    plans: list[Plan]
-    compiled: list[bool]  # for each plan
-    schedule: Schedule
-
-    @property
-    def in_fp16(self) -> bool:
-        """Whether a phase needs a loss scale."""
-        return any(plan.loss_scaling for plan in self.plans)
-
-
 def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
     """Build the run before its first step, on all `ranks`. The checkpoint is not yet restored."""
-    config = beginning.config
+    config, resumption = beginning.config, beginning.resumption
     with ranks.together():
-        planned = _plan(beginning, hardware, ranks.count)
-        plan = planned.plans[0]
+        decided = None if resumption is None else decided_before(resumption, config)
+        planned = plan_run(config, hardware, ranks.count, decided)
+        config, plan = planned.config, planned.plans[0]
         # Operands are observed on the main rank only.
         sampling = (config.telemetry_every, config.what_if)
         telemetry = Telemetry(plan, *sampling, operands=ranks.is_main)
@@ -98,7 +68,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
         # After building the model, which uses the RNG differently by recipe. Each rank draws
         # different dropout masks.
         torch.manual_seed(config.seed + ranks.index)
-        accelerator = _build_accelerator(beginning, plan, ranks)
+        accelerator = _build_accelerator(beginning, config, plan, ranks)
         if ranks.count == 1 or config.parallel == "ddp":  # FSDP2 moves block by block
             model.to(accelerator.device)
         loss_scaler = build_scaler(config, accelerator.device) if planned.in_fp16 else None
@@ -106,13 +76,15 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
             restore_weights(model, weights_for(model, beginning.source.weights))
     wrapped: nn.Module = model
     if ranks.count > 1:
-        _require_same_machines(planned, hardware, ranks)
+        tables = [plan.to_json() for plan in planned.plans]
+        machine = [tables, str(hardware), hardware.te_version, versions()]
+        ranks.require_equal("plan, hardware or software", json.dumps(machine))
         with losing_ranks():
             wrapped = spread(model, accelerator, config)
     with ranks.together():
         # After `spread`, because FSDP2 replaces the parameters.
         optimizer = build_optimizer(model, config)
-        identity = _identity(planned, run_data)
+        identity = identity_of(planned, run_data)
     if ranks.count > 1:
         ranks.require_equal("copy of the data", json.dumps(identity["data"]))
     return Run(
@@ -133,31 +105,6 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
     )
 
 
-def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
-    """Plan the phases of a run. Raises a UserError if the run is not possible, or clearly does not
-    fit into the memory."""
-    config = beginning.config
-    require_divisible(config, ranks)
-    model = load_config(config.model, config.model_overrides)
-    context = context_of(config, model)
-    tokens = config.batch // (config.accumulate * ranks) * context
-    resumption = beginning.resumption
-    decided = decided_before(resumption, config) if resumption else Decided()
-    plans, schedule = plan_phases(config, model, hardware, decided, tokens)
-    kind = config.activation_checkpointing
-    for plan in plans:
-        require_possible(plan, config, ranks)
-        if config.compile:
-            require_compiler(plan, kind)
-    compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
-    require_optimizer(config, hardware, ranks)
-    trained = [plans[index] for index in schedule.indices]
-    free = available_memory(hardware.device)
-    footprint = Footprint(config, model, context, ranks)
-    require_memory(footprint, trained, hardware, free, compiled=any(compiled))
-    return _Plans(model=model, context=context, plans=plans, compiled=compiled, schedule=schedule)
-
-
 def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> bool:
     """Whether to use torch's deterministic algorithms, which GPUs and compiled code need for
     reproducible results. They are slower on a GPU, so there only if `deterministic` is true."""
@@ -176,7 +123,7 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _build_model(planned: _Plans, config: RunConfig) -> GPT:
+def _build_model(planned: RunPlans, config: RunConfig) -> GPT:
     """Build the model of the first phase, with the FP8 state of all phases. Raises a UserError if
     the model does not fit into the memory."""
     first, *later_plans = planned.plans
@@ -191,7 +138,9 @@ def _build_model(planned: _Plans, config: RunConfig) -> GPT:
     return model
 
 
-def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accelerator:
+def _build_accelerator(
+    beginning: Beginning, config: RunConfig, plan: Plan, ranks: Ranks
+) -> Accelerator:
     """The Accelerator, for devices, accumulation, clipping and trackers; not for mixed precision,
     since the layers cast their inputs."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
@@ -199,7 +148,7 @@ def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accele
             "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
             "--parallel ddp or fsdp spreads a model over ranks."
         )
-    config, folder = beginning.config, beginning.folder.path
+    folder = beginning.folder.path
     trackers = []
     if ranks.is_main:
         trackers = build_trackers(config, folder, resumed=beginning.continues)
@@ -216,18 +165,11 @@ def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accele
     return accelerator
 
 
-def _require_same_machines(planned: _Plans, hardware: Hardware, ranks: Ranks) -> None:
-    """Raise a UserError if ranks differ in plans, hardware or software."""
-    plans = [plan.to_json() for plan in planned.plans]
-    machine = [plans, str(hardware), hardware.te_version, versions()]
-    ranks.require_equal("plan, hardware or software", json.dumps(machine))
-
-
 def _notes(
-    beginning: Beginning, planned: _Plans, tokenizer: Tokenizer | None, ranks: int
+    beginning: Beginning, planned: RunPlans, tokenizer: Tokenizer | None, ranks: int
 ) -> Iterator[str]:
     """Notes to print at the start. `tokenizer` is the data's."""
-    config, source = beginning.config, beginning.source
+    config, source = planned.config, beginning.source
     yield from without_effect(config, planned.in_fp16, ranks, compiled=any(planned.compiled))
     if warning := never_asked_for(config, planned.schedule.phases):
         yield warning
@@ -265,20 +207,3 @@ def without_effect(
         for key in keys
         if getattr(config, key) != fields[key].default
     )
-
-
-def _identity(planned: _Plans, run_data: RunData) -> dict[str, Any]:
-    """The model, recipes and data of a run, which must equal the checkpoint's on resume."""
-    recipes = [plan.recipe.to_json(words=False) for plan in planned.plans]
-    identity = {
-        "model": planned.model.model_dump(mode="json"),
-        "recipe": main_plan(planned.plans).recipe.to_json(words=False),
-        "data": run_data.fingerprints(),
-    }
-    schedule = planned.schedule
-    places = {*schedule.indices, schedule.evaluation} - {None}
-    if len(places) > 1:  # without the guard's reference, which may come and go
-        identity["recipes"] = {
-            str(place): recipe for place, recipe in enumerate(recipes) if place in places
-        }
-    return identity

@@ -1,19 +1,22 @@
 """Resume a run, or begin a branch, a new run with the checkpoint of another one: find the
-checkpoint, check that the configuration matches, and restore the run."""
+checkpoint, check that the configuration matches, and restore the run. A branch may run in other
+recipes."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.hub import repository_in
 from fp8stack.common.terminal import shell_quoted
+from fp8stack.layers import fp8_state
 from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import (
     FREE_IN_BRANCH,
@@ -39,11 +42,10 @@ from fp8stack.training.checkpoint.validation import (
     load_sound,
     newest_sound,
 )
-from fp8stack.training.load import emulation_dtype, own_tokenizer
+from fp8stack.training.load import emulation_dtype, is_scale, own_tokenizer
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import ANY, Decided, without_folder
-from fp8stack.training.setup.branch import for_branch
+from fp8stack.training.run_plans import ANY, Decided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +65,36 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """A checkpoint to resume from, the configuration of the run that wrote it, and the folder in
-    which the run goes on."""
+    """A checkpoint to resume from, the configurations of the run that wrote it and of the run that
+    goes on, and the folder in which it goes on."""
 
     folder: RunFolder
     saved: RunConfig
+    config: RunConfig
     checkpoint: Checkpoint
     path: Path  # the checkpoint's
     is_branch: bool
     notes: tuple[str, ...]
-
-    @property
-    def may_change(self) -> frozenset[str]:
-        """The keys of a run that may differ from the checkpoint's. (`init_from` is not read.)"""
-        return FREE_ON_RESUME | {"init_from"} | (FREE_IN_BRANCH if self.is_branch else set())
+    tokenizer_file: Path | None = None  # the run's `tokenizer.json`, if it has one
 
 
-def find_run(config: RunConfig, resume: str | None, *, newest: bool = False) -> Request | None:
+def find_run(
+    config: RunConfig, resume: str | None, *, newest: bool = False
+) -> tuple[RunConfig, Request | None]:
     """The run that `resume` names: "auto" for the run in `--out`, or the path of a run or of a
-    checkpoint, of which `newest` takes the run's newest one; None for a new run. Raises a UserError
-    if there is no run at the path."""
-    if resume is None:
-        return None
+    checkpoint, of which `newest` takes the run's newest one; None for a new run. `config` gets the
+    device and the timeout of that run, which are needed before its checkpoint is read, unless it
+    names its own. Raises a UserError if there is no run at the path."""
+    request = None if resume is None else _request(config, resume, newest)
+    if request is not None:
+        with suppress(UserError):
+            saved = parse_config(str(request.run.config), {})
+            keys = {"device", "rank_timeout"} - config.given.keys()
+            config = config.model_copy(update={key: getattr(saved, key) for key in keys})
+    return config, request
+
+
+def _request(config: RunConfig, resume: str, newest: bool) -> Request | None:
     out = None if config.out is None else RunFolder(Path(config.out))
     if resume == "auto":
         if out is None:
@@ -101,20 +111,12 @@ def find_run(config: RunConfig, resume: str | None, *, newest: bool = False) -> 
     )
 
 
-def with_saved_machine(config: RunConfig, request: Request) -> RunConfig:
-    """`config` with the device and the timeout of the run that it resumes, unless it names its own.
-    They are needed before the run's checkpoint is read."""
-    with suppress(UserError):
-        saved = parse_config(str(request.run.config), {})
-        keys = {"device", "rank_timeout"} - config.given.keys()
-        return config.model_copy(update={key: getattr(saved, key) for key in keys})
-    return config
-
-
-def find_resumption(request: Request) -> Resumption | None:
-    """Load the checkpoint to resume from; None if the run has none yet. Raises a UserError if
-    another process trains in the folder or the folder of a branch is not free, and a
-    NoUsableCheckpoint if all checkpoints of the run, or the named one, are damaged."""
+def find_resumption(request: Request, requested: RunConfig) -> Resumption | None:
+    """Load the checkpoint to resume from, and complete its configuration with the flags in
+    `requested`; None if the run has no checkpoint yet. Raises a UserError if another process trains
+    in the folder, the folder of a branch is not free, or a flag changes what the run's losses
+    depend on, and a NoUsableCheckpoint if all checkpoints of the run, or the named one, are
+    damaged."""
     request.folder.require_idle()
     request = _unless_begun(request)
     run, folder, named = request.run, request.folder, request.named
@@ -133,20 +135,36 @@ def find_resumption(request: Request) -> Resumption | None:
         checkpoint, path, passed_over = load_sound(named, can_go_on), named, []
     # run.toml may have been edited.
     table = at_home(checkpoint.info["config"], run.path)
+    saved: RunConfig = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
     begins = "a new run that begins with" if request.is_branch else "resumed from"
-    notes = ["; passed over: ".join([f"{begins} {path}", *passed_over])]
-    try:
-        parse_config(str(run.config), {})
-    except UserError as error:
-        notes += [] if request.is_branch else [f"{error} It is written anew from the checkpoint."]
-    return Resumption(
+    note = "; passed over: ".join([f"{begins} {path}", *passed_over])
+    resumption = Resumption(
         folder=folder,
-        saved=presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}"),
+        saved=saved,
+        config=saved,
         checkpoint=checkpoint,
         path=path,
         is_branch=request.is_branch,
-        notes=tuple(notes),
+        notes=(note, *_left_out(request, requested, saved)),
     )
+    config = _config_to_resume(resumption, requested)
+    return replace(resumption, config=config, tokenizer_file=_tokenizer(resumption, config))
+
+
+def _left_out(request: Request, requested: RunConfig, saved: RunConfig) -> Iterator[str]:
+    """Notes on settings in files and flags that the run does not take."""
+    try:
+        parse_config(str(request.run.config), {})
+    except UserError as error:
+        if not request.is_branch:
+            yield f"{error} It is written anew from the checkpoint."
+    # Trackers are not started unless a flag asks for them: the run may be another user's.
+    trackers = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
+    if trackers:
+        flags, names = " ".join(f"--{key}" for key in trackers), ", ".join(trackers)
+        yield f"not started: {names}, which only the saved run names; to go on: {flags}"
+    if requested.init_from:
+        yield "--init-from is not read: the run has a checkpoint"
 
 
 def _unless_begun(request: Request) -> Request:
@@ -162,16 +180,6 @@ def _unless_begun(request: Request) -> Request:
     if has_begun or not is_its_own:  # else a kill left its metrics alone
         folder.require_free()
     return request
-
-
-def left_out_trackers(saved: RunConfig, requested: RunConfig) -> list[str]:
-    """A note on the trackers that are in the saved configuration but not in the flags. They are not
-    started, since the run may be another user's."""
-    names = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
-    if not names:
-        return []
-    flags = " ".join(f"--{name}" for name in names)
-    return [f"not started: {', '.join(names)}, which only the saved run names; to go on: {flags}"]
 
 
 def _over_saved(saved: RunConfig, requested: RunConfig, **more: Any) -> RunConfig:
@@ -197,7 +205,7 @@ def config_to_begin_again(folder: RunFolder, requested: RunConfig) -> RunConfig:
     return _over_saved(saved, requested)
 
 
-def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
+def _config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     """The saved configuration with the current flags. Raises a UserError if a flag changes
     something that the run's losses depend on."""
     saved, fresh = resumption.saved, dict[str, Any]()
@@ -211,16 +219,16 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     config = _over_saved(saved, requested, **fresh).model_copy(
         update={"init_from": saved.init_from}
     )
-    fixed = set(RunConfig.model_fields) - resumption.may_change
-    before, now = (keys.model_dump(include=fixed) for keys in (saved, config))
-    refuse_differences(resumption, list(differences(before, now)))
+    free = FREE_ON_RESUME | {"init_from"} | (FREE_IN_BRANCH if resumption.is_branch else set())
+    before, now = (keys.model_dump(exclude=set(free)) for keys in (saved, config))
+    refuse_differences(resumption, differences(before, now))
     shape = load_config(config.model, config.model_overrides).model_dump(mode="json")
     changes = list(differences(resumption.checkpoint.info["identity"]["model"], shape, "model."))
     if changes and is_other_model:
         changes = list(differences({"model": saved_name}, {"model": name}))
     refuse_differences(resumption, changes)
     done = resumption.checkpoint.step
-    if resumption.is_branch and config.steps <= done:
+    if config.steps < done + resumption.is_branch:  # a finished run says that it is done
         raise UserError(
             f"--steps {config.steps} leaves nothing to train: {resumption.path} has done {done}. "
             "Give more."
@@ -241,7 +249,7 @@ def _with_saved_files(requested: RunConfig, saved: RunConfig) -> RunConfig:
     return with_files(requested, lambda path: copies.get(read(path), path))
 
 
-def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | None:
+def _tokenizer(resumption: Resumption, config: RunConfig) -> Path | None:
     """The run's `tokenizer.json`, if it has one. Raises a UserError if it differs from the
     tokenizer that the checkpoint records, unless `config` names another file."""
     file = RunFolder(resumption.path.parent.parent).tokenizer
@@ -281,12 +289,6 @@ def _decided_in(info: Mapping[str, Any]) -> Decided:
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
     decisions["auto_in_fp8"] = "auto" not in places or _is_in_fp8(plans[places["auto"]])
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
-    names = [without_folder(name) for name in left_out]
-    left_out |= {
-        name: layers
-        for name, layers in zip(names, [*left_out.values()], strict=True)
-        if names.count(name) == 1
-    }
     needs_reference = phases["ended_at"] is not None
     return Decided(left_out=left_out, needs_reference=needs_reference, **decisions)
 
@@ -300,11 +302,6 @@ def restore(run: Run, resumption: Resumption) -> Run:
     differs. Raises a UserError if it is not the run that wrote the checkpoint."""
     checkpoint, config, saved = resumption.checkpoint, run.config, resumption.saved
     identity, notes = _require_same_identity(run, resumption), list[str]()
-    if checkpoint.step > config.steps:
-        raise UserError(
-            f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "
-            "Give at least as many."
-        )
     if config.steps != saved.steps:
         several = len(run.schedule.phases) > 1
         follows = "and the phases follow" if several else "follows"
@@ -322,7 +319,7 @@ def restore(run: Run, resumption: Resumption) -> Run:
             notes.append(f"{key} {before} -> {now}: losses may differ")
     if resumption.is_branch:
         same_phases = saved.phases == config.phases
-        checkpoint, more = for_branch(run, checkpoint, identity, same_phases=same_phases)
+        checkpoint, more = _for_branch(run, checkpoint, identity, same_phases=same_phases)
         notes += more
     run.restore(checkpoint)
     info = checkpoint.info
@@ -344,6 +341,44 @@ def restore(run: Run, resumption: Resumption) -> Run:
     return replace(run, notes=tuple(notes), resumed=info)
 
 
+def _for_branch(
+    run: Run, checkpoint: Checkpoint, identity: Mapping[str, Any], *, same_phases: bool
+) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint with which the branch `run` begins, and notes.
+
+    In another recipe, FP8 scales and the guard are those of a new run; the counters of stochastic
+    rounding go on. Unless phases and recipes are the checkpoint's, no quality check has ended the
+    phases yet.
+
+    Args:
+        identity: the checkpoint's, see `Run.identity`.
+        same_phases: whether the phases are the checkpoint's; their recipes are compared here.
+    """
+    info, step = dict(checkpoint.info), checkpoint.step
+    is_same = identity["recipe"] == run.identity["recipe"]
+    if not is_same:
+        info["guard"] = None
+    same_phases &= is_same and identity.get("recipes") == run.identity.get("recipes")
+    if not same_phases or run.schedule.reference is None:
+        entered = run.schedule.at(step)[0].name
+        info["phases"] = {"ended_at": None, "judged_at": step, "entered": entered}
+    new, saved = fp8_state(run.model), checkpoint.tensors.get("fp8", {})
+    keeps_scales = is_same and _shapes_of_scales(new) == _shapes_of_scales(saved)
+    state = new | {
+        name: tensor
+        for name, tensor in saved.items()
+        if name in new and (keeps_scales or not is_scale(name))
+    }
+    _, index = run.schedule.at(step + 1)
+    new_scales = run.plans[index].delayed and not keeps_scales
+    notes = ["the scales of delayed scaling begin at 1, as in a new run"] if new_scales else []
+    return replace(checkpoint, info=info, tensors={**checkpoint.tensors, "fp8": state}), notes
+
+
+def _shapes_of_scales(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items() if is_scale(name)}
+
+
 def _require_same_identity(run: Run, resumption: Resumption) -> Mapping[str, Any]:
     """Raise a UserError if data, tokenizer or, unless in a branch, recipes differ from those in the
     checkpoint. Returns the checkpoint's identity, with recipes in the format of this version."""
@@ -358,7 +393,7 @@ def _require_same_identity(run: Run, resumption: Resumption) -> Mapping[str, Any
         difference = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
         refuse_differences(resumption, [difference + by_machine])
     before, now = ({key: table[key] for key in keys & table.keys()} for table in (saved, current))
-    refuse_differences(resumption, list(differences(before, now)))
+    refuse_differences(resumption, differences(before, now))
     recorded, tokenizer = recorded_tokenizer(info), run.data.tokenizer
     if recorded and (tokenizer is None or not recorded.is_alike(tokenizer.identity)):
         name = "unknown" if tokenizer is None else f"{tokenizer.name} ({tokenizer.sha256[:8]})"
@@ -373,13 +408,13 @@ def _as_saved_now(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return recipe_from_json(recipe, "identity in checkpoint.json").to_json(words=False)
 
 
-def refuse_differences(resumption: Resumption, differing: list[str], remedy: str = "") -> None:
+def refuse_differences(resumption: Resumption, differing: Iterable[str], remedy: str = "") -> None:
     """Raise a UserError about the first of the differences, `key is X here and Y in the
     checkpoint`, if any. It suggests a branch if that may change the key or, with the flags
     `remedy`, would be possible."""
-    if not differing:
+    path, difference = resumption.folder.path, next(iter(differing), None)
+    if difference is None:
         return
-    path, difference = resumption.folder.path, differing[0]
     key = difference.partition(" ")[0].partition(".")[0]
     if difference.startswith("data."):
         difference = "the data are not those that the run was trained on"

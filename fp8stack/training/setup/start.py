@@ -9,17 +9,15 @@ from fp8stack import data
 from fp8stack.common.errors import UnservedAttention, UserError
 from fp8stack.common.hub import path_in, repository_in
 from fp8stack.common.io import absolute_path
-from fp8stack.common.terminal import shell_quoted
-from fp8stack.data.tokenizer import NAMED, save_tokenizer
+from fp8stack.data.tokenizer import NAMED
 from fp8stack.planning.run_config import (
     RunConfig,
-    for_ranks,
     parse_config,
     preset_note,
     with_files,
 )
 from fp8stack.precision import probe
-from fp8stack.training.datasets import named_tokenizer, with_vocabulary
+from fp8stack.training.datasets import with_vocabulary
 from fp8stack.training.distributed.process_group import Ranks, join
 from fp8stack.training.init_from import tokenizer_to_begin_with, with_source
 from fp8stack.training.load import absolute_source, find_source
@@ -31,14 +29,10 @@ from fp8stack.training.setup.build import Beginning, build
 from fp8stack.training.setup.resume import (
     Request,
     config_to_begin_again,
-    config_to_resume,
     find_resumption,
     find_run,
-    left_out_trackers,
     refuse_differences,
     restore,
-    tokenizer_to_resume,
-    with_saved_machine,
 )
 from fp8stack.training.threads import use_threads
 
@@ -68,9 +62,8 @@ def set_up(
     if overwrite:
         _refuse_overwriting(config, resume)
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    request = find_run(config, resume or ("auto" if restarted else None), newest=restarted)
-    if request is not None:
-        config = with_saved_machine(config, request)
+    to_resume = resume or ("auto" if restarted else None)
+    config, request = find_run(config, to_resume, newest=restarted)
     expand_segments(config.device)  # before CUDA is initialized
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
@@ -85,7 +78,7 @@ def set_up(
     if restarted and resume is None:
         note = "torchrun started this again: going on as with --resume auto"
         run = replace(run, notes=(*run.notes, note))
-    with ranks.together(), run.folder.released_on_error():
+    with ranks.together():
         return _begin(run, beginning, overwrite)
 
 
@@ -105,30 +98,25 @@ def _find_beginning(
 ) -> Beginning:
     """Find the checkpoint to resume from, or a folder for a new run, and complete the
     configuration."""
-    resumption = None if request is None else find_resumption(request)
+    resumption = None if request is None else find_resumption(request, config)
     ranks.require_equal("checkpoint", "" if resumption is None else str(resumption.path))
     source, tokenizer_file, notes = None, None, []
     if resumption is not None:
-        folder = resumption.folder
-        notes = left_out_trackers(resumption.saved, config)
-        if config.init_from:
-            notes.append("--init-from is not read: the run has a checkpoint")
-        config = config_to_resume(resumption, config)
-        tokenizer_file = tokenizer_to_resume(resumption, config)
+        folder, config = resumption.folder, resumption.config
+        notes, tokenizer_file = [*resumption.notes], resumption.tokenizer_file
     elif request is not None:
         folder = request.folder
         notes = [f"{folder.path} has no checkpoint yet: starting again from step 1"]
         config = config_to_begin_again(folder, config)
     else:
-        folder = RunFolder(Path(ranks.from_main(lambda: _folder_for(config, overwrite))))
+        path = ranks.from_main(lambda: str(new_folder(config, overwrite=overwrite).path))
+        folder = RunFolder(Path(path))
     use_threads(config.threads)
     if resumption is None and config.init_from:
         source = find_source(config.init_from)
         config = with_source(config, source)
         tokenizer_file = tokenizer_to_begin_with(source, config)
-    tokenizer = named_tokenizer(config)
-    if resumption is None:
-        config = with_vocabulary(for_ranks(config, ranks.count), tokenizer)
+    config, tokenizer = with_vocabulary(config, is_new=resumption is None)
     return Beginning(
         config=config,
         folder=folder,
@@ -171,32 +159,18 @@ def _refuse_overwriting(config: RunConfig, resume: str | None) -> None:
             )
 
 
-def _folder_for(config: RunConfig, overwrite: bool) -> str:
-    """The path of a new run's folder. Raises a UserError if it cannot be used."""
-    folder = new_folder(config)
-    if not overwrite:
-        folder.require_free()
-        return str(folder.path)
-    folder.require_folder()
-    folder.require_own_files()
-    if folder.path.is_symlink():
-        raise UserError(
-            f"{folder.path} is a symbolic link, and --overwrite removes nothing through one. Give "
-            f"--out {shell_quoted(os.path.realpath(folder.path))}"
-        )
-    return str(folder.path)
-
-
 def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
     """Restore the checkpoint, lock the folder of `run`, start trackers and write the run's files.
     Returns the run with its notes."""
     folder, resumption, notes = run.folder, beginning.resumption, [*beginning.notes, *run.notes]
     if resumption is not None:
         run = restore(run, resumption)
-        notes = [*resumption.notes, *run.notes, *notes]
+        notes += run.notes
     elif note := preset_note(run.config):
         notes.append(note)
-    if run.ranks.is_main:
+    if not run.ranks.is_main:
+        return replace(run, notes=tuple(notes))
+    with folder.released_on_error():
         folder.claim()
         if beginning.continues:
             folder.forget_after(run.step)
@@ -205,12 +179,9 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool) -> Run:
         start_trackers(run.accelerator, folder.path, resumed=beginning.continues)
         if overwrite and (removed := folder.remove()):
             notes.append(removed)
-        run = replace(run, config=folder.keep_files(_with_tokenizer(run)))
-        folder.write_config(run.config)
-        folder.write_plan(run.plan_json())
-        if run.data.tokenizer is not None:
-            save_tokenizer(run.data.tokenizer, folder.path)
-    return replace(run, notes=tuple(notes))
+        run = replace(run, config=folder.keep_files(_with_tokenizer(run)), notes=tuple(notes))
+        folder.write(run.config, run.plan_json(), run.data.tokenizer)
+    return run
 
 
 def _with_tokenizer(run: Run) -> RunConfig:

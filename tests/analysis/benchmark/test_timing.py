@@ -46,6 +46,7 @@ def test_a_budget_cuts_rounds_short_but_leaves_enough_for_an_interval():
     assert clock.now == pytest.approx(120 + 2 + timing.LEAST_ROUNDS)
 
 
+@pytest.mark.capability("D6")
 def test_a_synchronized_arm_is_waited_for_on_a_gpu(monkeypatch):
     clock = Clock()
 

@@ -619,6 +619,7 @@ def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, 
     assert "recipes.delayed.attention is " in refused("compare", "--out", "c", *AGAIN)
 
 
+@pytest.mark.capability("D11")
 def test_added_seeds_are_all_that_is_trained_and_intervals_are_wider_then(copy, command, trained):
     assert report(copy)["asked"]["adding"] is False
     for seeds in ("4", "4"):  # and they stay so

@@ -65,6 +65,7 @@ def covered(gaps: np.ndarray, until: float) -> float:
     return float((np.abs(means[last]) <= half_widths[last]).mean())
 
 
+@pytest.mark.capability("D11")
 @pytest.mark.parametrize("until", [2.0, 1.0, 0.5])  # standard deviations of a gap
 def test_intervals_that_pairs_were_added_to_contain_the_mean_as_often_as_they_say(
     until, monkeypatch

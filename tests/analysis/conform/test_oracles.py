@@ -12,6 +12,7 @@ from fp8stack.analysis.conform.check_inputs import extreme, fp32_values
 from tests.support.oracles import MAX, decoded, every_value, nearest_codes
 
 
+@pytest.mark.capability("B2")
 @pytest.mark.parametrize("name", MAX)
 def test_values_and_codes_are_those_of_ml_dtypes(name):
     grid = oracles.grid(name)

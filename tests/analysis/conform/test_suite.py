@@ -125,6 +125,7 @@ def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():
     assert len(suite.rows(context, "*e5m2, eager")) == 2
 
 
+@pytest.mark.capability("B1")
 def test_every_quantizer_of_a_recipe_is_checked_and_nothing_else(tmp_path):
     (tmp_path / "own.toml").write_text(OWN)
     recipe = load_recipe(str(tmp_path / "own.toml"))

@@ -16,6 +16,7 @@ from fp8stack.analysis.report.curves import amaxes, throughput
 from fp8stack.analysis.report.events import folded
 from fp8stack.analysis.report.read import read_run
 from fp8stack.analysis.report.summary import headline, what_if
+from fp8stack.model.config import load_config
 from tests.support.cases import case
 from tests.support.run_folders import (
     EVENTS,
@@ -316,19 +317,20 @@ def test_why_a_run_has_no_telemetry_is_said(tmp_path, more, reason):
     assert sentence in summary.without_telemetry(read_run(run))
 
 
-def test_a_model_from_a_file_and_one_that_trains_on_have_a_forecast_by_size(tmp_path):
+def test_the_loss_gap_to_expect_is_of_a_model_from_a_file_and_of_one_that_trains_on(tmp_path):
     run = make_run(tmp_path / "r", recipe="nvfp4", config="batch = 8\ncontext = 64\n")
     text = (run / "run.toml").read_text().replace('"gpt-nano"', '"presets/mine.toml"')
     (run / "presets").mkdir()
     preset = "vocabulary = 256\ncontext = 64\nlayers = 2\nwidth = 64\nheads = 2\n"
     (run / "presets" / "mine.toml").write_text(preset)
-    tokens = []
+    sentences = []
     for more in ("", 'init_from = "/elsewhere"\n'):
         (run / "run.toml").write_text(text + more)
-        forecast = read_run(run).forecast
-        assert forecast is not None
-        tokens.append(forecast.tokens)
-    assert tokens[0] == 200 * 8 * 64 != tokens[1]
+        sentences.append(read_run(run).loss_gap)
+    parameters = load_config(str(run / "presets" / "mine.toml")).active_parameters()
+    ratio = 200 * 8 * 64 / parameters
+    assert f"at {ratio:.3g} tokens per parameter; rests on" in sentences[0]
+    assert "at 20 tokens per parameter" in sentences[1]
 
 
 def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(analyzed):

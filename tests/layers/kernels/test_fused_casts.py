@@ -329,8 +329,8 @@ def test_a_gpus_code_stores_several_bytes_at_once_and_leaves_room_for_other_bloc
     # Codes of rows, and packed codes of columns; then scales, sums and an amax.
     assert stores["st.global.v2.b32"]
     assert stores["st.global.v4.b32"]
-    others = {"st.global.b32", "st.global.b8"} if scaled == "mx" else {"st.global.b32"}
-    assert stores.keys() - {"st.global.v2.b32", "st.global.v4.b32"} <= others
+    scale_stores = {"st.global.b32", "st.global.b8"} if scaled == "mx" else {"st.global.b32"}
+    assert stores.keys() - {"st.global.v2.b32", "st.global.v4.b32"} <= scale_stores
     registers = registers_of(text, capability, tmp_path)
     assert registers.spilled_bytes == 0
     least = 1 if scaled == "rows" else 3

@@ -52,6 +52,7 @@ def gpt(recipe: str) -> GPT:
     return GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, AMPERE)), seed=0)
 
 
+@pytest.mark.capability("A12")
 def test_each_model_of_a_run_has_its_own_precision():
     models = {"high": gpt("tf32"), "highest": gpt("fp32")}
     precisions = {

@@ -114,8 +114,8 @@ def test_a_gpus_code_stores_several_bytes_at_once_and_converts_exactly(
     stores = Counter(re.findall(r"st\.global\S*", text))
     # Bytes, and packed bytes of the transpose; inverse scales.
     assert stores["st.global.v4.b32"]
-    others = "st.global.b8" if options == MX else "st.global.b32"
-    assert stores.keys() - {"st.global.v2.b32", "st.global.v4.b32"} == {others}
+    scale_stores = "st.global.b8" if options == MX else "st.global.b32"
+    assert stores.keys() - {"st.global.v2.b32", "st.global.v4.b32"} == {scale_stores}
     if options != MX:
         assert "div.rn.f32" in text
     registers = registers_of(text, capability, tmp_path)

@@ -61,6 +61,7 @@ def logits_of(run: Path, recipe: str) -> np.ndarray:
         return fp8stack.load(run, recipe=recipe)(windows_of(run)[:, :-1]).double().numpy()
 
 
+@pytest.mark.capability("A15")
 @pytest.mark.parametrize("q", ["served:fp8_dynamic", "served:mxfp4"])
 def test_the_figures_are_those_of_scipy_on_the_logits(run, q):
     result = agree(run, "delayed", q)
@@ -85,6 +86,7 @@ def test_the_figures_are_those_of_scipy_on_the_logits(run, q):
     assert (result.windows, result.tokens) == (9, 9 * 32)
 
 
+@pytest.mark.capability("A15")
 @pytest.mark.parametrize("recipe", ["fp32", "delayed", "served:nvfp4"])
 def test_a_recipe_agrees_with_itself_exactly(run, recipe):
     result = agree(run, recipe, recipe)
@@ -147,6 +149,7 @@ def test_a_layers_kl_is_that_of_the_model_with_that_layer_quantized(run):
     assert result.kl_of_layers == result.kl  # nothing but these layers differs
 
 
+@pytest.mark.capability("A15")
 @pytest.mark.parametrize(
     "fault",
     ["power_of_two = true", 'recipe = "mxfp4"'],

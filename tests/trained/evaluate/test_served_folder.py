@@ -80,6 +80,7 @@ def test_a_folder_is_served_as_the_recipe_of_its_scheme(runs, export, recipe, sc
     assert shares[1] == shares[0] > 0.5
 
 
+@pytest.mark.capability("A15")
 @pytest.mark.parametrize("scheme", ["channel", "block", None])
 def test_transformers_computes_what_is_said_of_a_folder(export, scheme):
     """compressed-tensors rounds inputs by scales that differ in the last bit: a few of them to the
@@ -122,6 +123,7 @@ def test_a_folder_of_quantized_weights_alone_has_inputs_in_the_compute_dtype(run
         assert torch.equal(served(tokens), loaded(tokens))
 
 
+@pytest.mark.capability("A15")
 def test_swapped_scales_of_two_layers_of_a_folder_are_found(runs, export):
     folder = export("channel")
     scales = [f"model.layers.{i}.self_attn.o_proj.weight_scale" for i in (0, 1)]

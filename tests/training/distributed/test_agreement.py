@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from fp8stack.common.errors import UserError
-from fp8stack.layers.compiler import require_compilable
-from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
-from fp8stack.training.distributed.parallelize import require_possible
 from fp8stack.training.distributed.process_group import ALONE
-from fp8stack.training.run_plans import plan_recipe
+from fp8stack.training.run_plans import plan_run
 from tests.conftest import metrics
 from tests.faults.processes import checkpoints, last_step, run_ranks
 from tests.faults.twins import SMALL, TEXT
@@ -150,21 +147,17 @@ def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe):
     machines = (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True))
     for hardware, backend, parallel in product(machines, backends, ("ddp", "fsdp")):
         keys = {"parallel": parallel, "compile": True, "recipe": recipe, "backend": backend}
-        config = RunConfig.model_validate(keys)
-        plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
-        require_possible(plan, config, 2)
-        require_compilable(plan)
+        assert plan_run(RunConfig.model_validate(keys), hardware, 2, will_train=False).plans
 
 
 def test_transformer_engine_by_name_is_not_shared_out_by_rows():
     config = RunConfig(parallel="fsdp", recipe="delayed", backend="te")
     hardware = Hardware("cuda", (9, 0), has_te=True)
-    plan = plan_recipe("delayed", config, load_config("gpt-nano"), hardware, 1024)
+    (plan,) = plan_run(config, hardware, 1, will_train=False).plans
     assert plan.backend == "te"
-    require_possible(plan, config, 1)
-    require_possible(plan, RunConfig(parallel="ddp"), 2)
+    plan_run(config.model_copy(update={"parallel": "ddp"}), hardware, 2, will_train=False)
     message = (
         "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
     )
     with pytest.raises(UserError, match=message):
-        require_possible(plan, config, 2)
+        plan_run(config, hardware, 2, will_train=False)

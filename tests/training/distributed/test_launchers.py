@@ -44,14 +44,14 @@ def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(plain
     assert losses(_run(tmp_path, **launched)[0]) == losses(plain[0])
 
 
-def test_a_piped_run_is_plain_text_with_a_step_a_line(plain):
+def test_a_piped_run_is_plain_text_with_a_few_rows(plain):
     text = plain[1]
     assert "\033" not in text
     assert "\r" not in text
     lines = text.split("sample:")[0].splitlines()  # a sample holds what the model writes
     assert all(line.isascii() and line.isprintable() for line in lines)
     steps = [line for line in lines if line.startswith("step ") and " | " in line]
-    assert len(steps) == 12
+    assert [line.split("/")[0] for line in steps] == ["step 1", "step 10", "step 12"]
     assert all(STEP.fullmatch(line) for line in steps)
     evaluations = [line for line in lines if ": validation loss" in line]
     assert [re.sub(r"\d\.\d{4}", "LOSS", line) for line in evaluations] == [

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.common.errors import UserError
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware, resolve
+from fp8stack.precision import Hardware
 from fp8stack.training.distributed import parallelize
 from fp8stack.training.distributed.process_group import join
+from fp8stack.training.run_plans import plan_run
 from fp8stack.training.setup.build import without_effect
 from tests.conftest import metrics
 from tests.faults.processes import difference, in_ranks, last_step, run_ranks
@@ -69,6 +70,7 @@ def summed() -> list[dict[str, Any]]:
     return in_ranks(partial(_gradients, compressed=True), 2)
 
 
+@pytest.mark.capability("E4")
 def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
     """The oracle is numpy with ml_dtypes' bfloat16, which rounds to nearest even."""
     gradients = [np.tile(_input(rank).sum(0).numpy(), (8, 1)) for rank in (0, 1)]
@@ -80,6 +82,7 @@ def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
         assert summed[rank]["dtype"] == "torch.float32"
 
 
+@pytest.mark.capability("E4")
 def test_half_the_bytes_are_sent(summed):
     uncompressed = in_ranks(partial(_gradients, compressed=False), 2)
     assert [of["bytes"] for of in uncompressed] == [4 * 24 * 8] * 2
@@ -197,6 +200,7 @@ def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folde
     assert difference(runs[1], runs[0]) == ""
 
 
+@pytest.mark.capability("E4")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", *FP8])
 def test_after_300_steps_the_loss_is_within_a_thousandth(recipe, tmp_path):
@@ -217,13 +221,11 @@ def test_after_300_steps_the_loss_is_within_a_thousandth(recipe, tmp_path):
 
 
 def test_with_fsdp_it_is_refused_by_name():
-    plan = resolve("fp32", Hardware("cpu"))
-    config = RunConfig(grad_compression="bf16", parallel="fsdp")
+    config, cpu = RunConfig(grad_compression="bf16", parallel="fsdp"), Hardware("cpu")
     with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
-        parallelize.require_possible(plan, config, 2)
-    parallelize.require_possible(plan, RunConfig(grad_compression="bf16"), 2)
-    parallelize.require_possible(plan, RunConfig(parallel="fsdp"), 2)
-    parallelize.require_possible(plan, config, 1)
+        plan_run(config, cpu, 2)
+    for possible, ranks in ((RunConfig(grad_compression="bf16"), 2), (config, 1)):
+        assert plan_run(possible, cpu, ranks).plans
 
 
 def test_one_rank_is_told_that_it_changes_nothing():

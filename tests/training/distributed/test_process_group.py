@@ -23,9 +23,10 @@ from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training import run_plans
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.state import random_states
-from fp8stack.training.distributed.parallelize import part_of, require_divisible
+from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, Ranks, join
 from fp8stack.training.guard.policy import Guard, Outcome
+from fp8stack.training.run_plans import plan_run
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
@@ -212,9 +213,9 @@ def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(ranks, accumu
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused():
     config = RunConfig(batch=8, accumulate=2)
-    require_divisible(config, 4)
+    plan_run(config, Hardware("cpu"), 4)
     with pytest.raises(UserError, match=r"in 2 micro-batches cannot be shared.* multiple of 6"):
-        require_divisible(config, 3)
+        plan_run(config, Hardware("cpu"), 3)
 
 
 # The numbers
@@ -367,6 +368,7 @@ QUICK = {("delayed", "torch", "ddp")}  # test_rows.py (R12, R13) has fp32, emula
 assert set(GRID) > QUICK
 
 
+@pytest.mark.capability("E3")
 @pytest.mark.parametrize(
     ("recipe", "backend", "parallel"),
     [case(*row, quick=row in QUICK) for row in GRID],
@@ -382,6 +384,7 @@ def test_two_ranks_draw_the_random_bits_of_one(trained):
     compare(trained, str(mine), "emulate", "ddp")
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_go_through_the_phases_of_one(trained, parallel):
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")

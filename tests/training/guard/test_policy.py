@@ -365,6 +365,7 @@ def test_on_a_gpu_weights_and_moments_are_looked_at_rarely_after_bad_steps_and_b
     assert looked == [6, 12, 16, 18]
 
 
+@pytest.mark.capability("A8")
 def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_path, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 40, 4000)
     tokens[9::10] = 255  # ends a document

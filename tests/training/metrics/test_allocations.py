@@ -82,6 +82,7 @@ def test_the_heap_grows_with_what_is_held():
     assert in_use[1] - in_use[0] >= held.nbytes - MIB
 
 
+@pytest.mark.capability("D9")
 def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_path):
     """A step in the steady state allocates as often and as much as the step before."""
     counts = []

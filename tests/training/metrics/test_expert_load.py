@@ -99,6 +99,7 @@ def test_ranks_sum_the_load_only_in_steps_that_need_it(shape, sums, tmp_path, mo
     assert len(records) == sums
 
 
+@pytest.mark.capability("A14")
 def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command, capsys):
     for out in ("finished", "cut"):
         assert command(*FLAGS, "--recipe", "delayed", "--out", out) == 0
@@ -132,6 +133,7 @@ def test_four_micro_batches_train_like_one(folder, command):
     assert torch.equal(biases(folder / "4"), biases(folder / "1"))
 
 
+@pytest.mark.capability("A14")
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
     [

@@ -26,11 +26,12 @@ def traced(run: Path) -> list[str]:
     return [event["name"] for event in content["traceEvents"]]
 
 
+@pytest.mark.capability("D5")
 def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
     command, finished, new, tmp_path, capsys
 ):
     assert not (finished / "r" / "profile").exists()
-    assert command(*new, "--out", "r", "--profile") == 0
+    assert command(*new, "--out", "r", "--profile", "--log-every", "1") == 0
     printed = capsys.readouterr().out
     assert losses(tmp_path / "r") == losses(finished / "r")
     file = tmp_path / "r" / "profile" / "profile.md"
@@ -57,6 +58,7 @@ def operators(text: str) -> list[list[str]]:
     return [re.split(r" {2,}", line.strip()) for line in lines]
 
 
+@pytest.mark.capability("D5")
 def test_the_table_has_the_operators_with_the_largest_times_of_their_own_in_order():
     a = torch.ones(512, 512)
 
@@ -104,6 +106,7 @@ class Event:
         self.self_cpu_time_total, self.self_device_time_total = cpu_us, gpu_us
 
 
+@pytest.mark.capability("D5")
 def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(profiler, "TOP", 1000)  # which are the slowest is up to chance
     keys: dict[str, Any] = {"profile": True, "profile_step": 2, "profile_steps": 3}

@@ -47,6 +47,7 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     return copies
 
 
+@pytest.mark.capability("A11")
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
 def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit):
     optimizer, parameters = with_gradients(1.0, 3.0)
@@ -92,6 +93,7 @@ def test_a_fused_optimizer_that_is_to_skip_scales_no_gradient_and_others_are_cli
     assert not torch.equal(grad(parameter), before)
 
 
+@pytest.mark.capability("A11")
 def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before():
     optimizer, parameters = with_gradients(1.0, 3.0)
     before = torch.cat(gradients(parameters))
@@ -111,6 +113,7 @@ def history_of(*norms: float, window: int = 100) -> NormHistory:
     return window_norms
 
 
+@pytest.mark.capability("A11")
 @pytest.mark.parametrize("count", [10, 57, 100, 250])
 @pytest.mark.parametrize("percent", [5.0, 50.0, 95.0])
 def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(count, percent):
@@ -162,6 +165,7 @@ def test_steps_that_are_not_good_and_norms_that_are_not_finite_leave_the_window_
     assert shorter.state() == [3]
 
 
+@pytest.mark.capability("A11")
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
 def test_gradients_that_are_still_scaled_are_refused(mode):
     weight = nn.Parameter(torch.ones(3))

@@ -46,6 +46,7 @@ class Loop:
         return [self.weight.detach().clone(), *(value.clone() for value in moments)]
 
 
+@pytest.mark.capability("A2")
 def test_the_scale_doubles_after_2000_clean_steps_from_the_last_overflow_which_halves_it():
     loop = Loop(build_scaler(RunConfig(), torch.device("cpu")))
     assert loop.step() == 65536
@@ -55,6 +56,7 @@ def test_the_scale_doubles_after_2000_clean_steps_from_the_last_overflow_which_h
     assert [loop.step(overflows) for overflows in (0, 0, 1, 0, 0, 0, 0)] == [8, 8, 4, 4, 4, 8, 8]
 
 
+@pytest.mark.capability("A2")
 def test_the_scale_stays_between_1_and_262144_also_where_it_is_set():
     loop = Loop(LossScaler("cpu", interval=1))
     assert [loop.step() for _ in range(5)] == [131072, 262144, 262144, 262144, 262144]
@@ -68,6 +70,7 @@ def test_the_scale_stays_between_1_and_262144_also_where_it_is_set():
         assert loop.step() == 65536
 
 
+@pytest.mark.capability("A2", "A3")
 def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same():
     loop = Loop(LossScaler("cpu", interval=1, static=1024))
     loop.step()
@@ -101,6 +104,7 @@ def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raise
     assert metrics(Path("r"))[0]["loss_scale"] in (1048576, 524288)
 
 
+@pytest.mark.capability("A2")
 def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
     config = RunConfig(
         first_loss_scale=2.0**20, loss_scale_interval=2, loss_scale_growth=4.0,
@@ -142,6 +146,7 @@ def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(key, refused):
     assert key.partition("=")[0] in message
 
 
+@pytest.mark.capability("A3")
 def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
     loop = Loop(LossScaler("cpu"))
     for step in range(1000):
@@ -184,6 +189,7 @@ def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_take
     assert restored.scaler.statistics() == ScaleStatistics(steps=0, overflows=0, scale=256)
 
 
+@pytest.mark.capability("A3")
 def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_when_resumed(
     tmp_path,
 ):
@@ -201,6 +207,7 @@ def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_wh
     assert resumed.run.scaler.statistics().steps == 8
 
 
+@pytest.mark.capability("A8")
 @pytest.mark.parametrize(
     ("keys", "steps", "event", "reason"),
     [
@@ -254,6 +261,7 @@ def gradients_of_a_step(folder: Path, accumulate: int, recipe: str = "fp32") -> 
     return gradients
 
 
+@pytest.mark.capability("A10")
 def test_micro_batches_give_the_gradients_of_the_full_batch_and_in_fp16_share_a_scale(tmp_path):
     full_batch = gradients_of_a_step(tmp_path / "whole", 1)
     accumulated = gradients_of_a_step(tmp_path / "parts", 4)
@@ -268,6 +276,7 @@ def test_micro_batches_give_the_gradients_of_the_full_batch_and_in_fp16_share_a_
         assert (gradient - expected).norm() / expected.norm() < 0.02
 
 
+@pytest.mark.capability("A10")
 def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", batch=8, accumulate=4, first_loss_scale=1024.0)
     model, passes, scales = small.run.model, [0], list[float]()

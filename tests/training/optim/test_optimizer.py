@@ -201,6 +201,7 @@ def test_8_bits_stay_close_to_adamw_with_float32_moments(trained):
     assert len(set(ends.values())) == 3
 
 
+@pytest.mark.capability("A16")
 @pytest.mark.parametrize(
     ("name", "fault", "step"),
     [
@@ -232,6 +233,7 @@ def test_a_bad_step_changes_nothing_to_the_bit(name, fault, step, tmp_path):
     assert len(differing(before, state_of(small))) > len(weights)
 
 
+@pytest.mark.capability("A9")
 @pytest.mark.parametrize("name", CHAINED)
 @pytest.mark.parametrize("layer", ["blocks.0.mlp.up", "final_norm"])
 def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name, layer, tmp_path):
@@ -252,6 +254,7 @@ def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name
     assert small.loop.monitor.poll().overflows == 1
 
 
+@pytest.mark.capability("A9")
 def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update():
     scaler = LossScaler("cpu")
     weights = [nn.Parameter(torch.full((4, 4), 2.0)) for _ in range(2)]
@@ -282,6 +285,7 @@ def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path):
         assert reads["aten::is_nonzero"] == expected
 
 
+@pytest.mark.capability("A16")
 @pytest.mark.parametrize(
     ("keys", "recipe"),
     [

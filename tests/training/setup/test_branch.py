@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fp8stack.common.errors import UserError
+from fp8stack.training import run_folder
 from fp8stack.training.checkpoint.saver import Saver
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import start
 from tests.conftest import contents, metrics
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.small_loop import SmallLoop, changed
@@ -58,6 +58,7 @@ def test_in_the_same_recipe_it_is_the_run_itself(recipe, tmp_path):
     assert branch_events(tmp_path / "b") == [(AT, f"begun with {checkpoint(tmp_path / 'a')}")]
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8", "bf16"])
 def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_them(recipe, tmp_path):
     flags = {"phases": shared(until=AT + 1)}
@@ -97,6 +98,7 @@ CHANGES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.capability("C1")
 @pytest.mark.parametrize(("first", "second", "flags"), CHANGES)
 def test_it_goes_on_in_another_recipe(first, second, flags, tmp_path):
     before = trained(tmp_path / "a", first, steps=AT)
@@ -201,8 +203,8 @@ def test_its_first_checkpoint_is_its_own(tmp_path):
     ("when", "place"),
     [
         ("take_over_metrics", RunFolder),
-        ("write_config", RunFolder),
-        ("save_tokenizer", start),
+        ("write_plan", RunFolder),
+        ("save_tokenizer", run_folder),
         ("save", Saver),
     ],
 )

@@ -34,12 +34,12 @@ from tests.training.conftest import AUTO, saved
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("remains", ["nothing", "litter"])
-def test_where_no_run_was_begun_a_new_one_begins(remains, new, command, tmp_path, finished):
-    if remains == "litter":  # killed before there was a run.toml
-        (tmp_path / "r/checkpoints/.tmp-step-000005").mkdir(parents=True)
-        (tmp_path / "r/.tmp-run.toml-12").write_text("model = ")
-        (tmp_path / "r/.lock").touch()
+def test_where_a_run_was_killed_before_its_run_toml_a_new_one_begins(
+    new, command, tmp_path, finished
+):
+    (tmp_path / "r/checkpoints/.tmp-step-000005").mkdir(parents=True)
+    (tmp_path / "r/.tmp-run.toml-12").write_text("model = ")
+    (tmp_path / "r/.lock").touch()
     assert command(*new, "--resume", "auto", "--out", "r") == 0
     assert losses(tmp_path / "r") == losses(finished / "r")
     assert not list((tmp_path / "r").rglob(".tmp-*"))
@@ -184,19 +184,12 @@ def test_a_run_without_a_checkpoint_begins_again_as_its_run_toml_says_now(
     assert max(row["lr"] for row in metrics(run)) == 0.002
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("metrics.jsonl", None, '{"step": 13, "lo'),
-        ("run.toml", "lr = 0.003", "lr = 0.1"),
-    ],
-)
-def test_a_line_of_metrics_that_was_cut_short_or_an_edited_run_toml_is_made_anew(
-    file, old, new, run, command, finished
-):
+def test_metrics_that_were_cut_short_and_an_edited_run_toml_are_made_anew(run, command, finished):
     shutil.rmtree(run / "checkpoints/step-000012")
-    text = (run / file).read_text()
-    (run / file).write_text(text.replace(old, new) if old else text + new)
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 13, "lo')
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(text.replace("lr = 0.003", "lr = 0.1"))
     assert command(*AUTO) == 0
     assert losses(run) == losses(finished / "r")
     assert "lr = 0.003" in (run / "run.toml").read_text()
@@ -242,12 +235,13 @@ def test_a_folder_that_cannot_be_written_ends_with_exit_code_4(finished, capsys)
             path.chmod(0o755)
 
 
-def test_what_torchrun_starts_again_goes_on_by_itself(
-    run, new, command, finished, monkeypatch, capsys
+def test_what_torchrun_starts_again_goes_on_by_itself_and_overwrites_nothing(
+    run, new, command, refused, finished, monkeypatch, capsys
 ):
-    assert command(*new, "--out", "r") == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert command(*new, "--out", "r") == 2
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    refused(*new, "--out", "r", "--overwrite", message="give torchrun no --max-restarts")
     shutil.rmtree(run / "checkpoints/step-000012")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     capsys.readouterr()
@@ -256,12 +250,6 @@ def test_what_torchrun_starts_again_goes_on_by_itself(
     assert "torchrun started this again: going on as with --resume auto" in printed
     assert "resumed from r/checkpoints/step-000008" in printed
     assert losses(run) == losses(finished / "r")
-    assert saved(run) == ["step-000012", "step-000008"]
-
-
-def test_what_torchrun_may_start_again_overwrites_nothing(run, new, refused, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    refused(*new, "--out", "r", "--overwrite", message="give torchrun no --max-restarts")
     assert saved(run) == ["step-000012", "step-000008"]
 
 
@@ -277,7 +265,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     assert "resumed from r/checkpoints/step-000008\n" in printed
     assert "steps 12 -> 14: the learning rate follows the new" in printed
     assert [row[:3] for row in losses(run)[:8]] == [row[:3] for row in uninterrupted[:8]]
-    refused("pretrain", "--resume", "r", "--steps", "3", message="less than the 14")
+    refused("pretrain", "--resume", "r", "--steps", "3", message="has done 14. Give more")
     (run / "checkpoints/step-000012/checkpoint.json").unlink()
     refused("pretrain", "--resume", "r/checkpoints/step-000012", code=3)
 

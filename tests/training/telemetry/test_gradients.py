@@ -54,6 +54,7 @@ def findings(folder: Path) -> list[str]:
 # Rows
 
 
+@pytest.mark.capability("A6")
 @pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp32", 2), ("fp16", 2)])
 def test_the_rows_are_the_norms_of_the_steps_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, accumulate: int
@@ -190,6 +191,7 @@ def _scaled(times: float) -> Callable[[GPT], None]:
     return change
 
 
+@pytest.mark.capability("A6")
 @pytest.mark.parametrize(
     ("recipe", "spoil", "named", "level"),
     [
@@ -218,6 +220,7 @@ def test_an_injected_fault_is_named(
     assert "Needs attention" in verdict(analysis)
 
 
+@pytest.mark.capability("A6")
 @pytest.mark.parametrize(
     "recipe",
     [case(x, quick=x in ("fp16", "delayed")) for x in ("fp32", "fp16", "delayed", "mxfp8")],
