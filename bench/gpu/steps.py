@@ -27,7 +27,7 @@ from bench.gpu.facts import HEADLINE, facts
 from fp8stack.analysis.benchmark.step_timing import StepWork, free_memory, training_step
 from fp8stack.analysis.benchmark.timing import summarize, wait_for
 from fp8stack.layers import build_backend
-from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for, workload
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan, load_recipe, probe
@@ -91,7 +91,8 @@ class Arm:
         loaded, hardware, work = load_recipe(self.recipe), self.hardware, self.work
         if options.head and loaded.is_fp8:
             loaded = loaded.model_copy(update={"head": True})
-        self.plan = plan_for(work.config, loaded, hardware, options.backend, tokens=work.tokens)
+        step = workload(work.config, work.tokens, context=work.context)
+        self.plan = plan_for(work.config, loaded, hardware, options.backend, work=step)
         built = build_backend(self.plan)
         built.weights.only_tracked_changes = True  # as in a run
         model = GPT(work.config, built).to(hardware.device)

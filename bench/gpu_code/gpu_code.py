@@ -3,15 +3,13 @@
 The blocks and the loss of a model are compiled for a pretended GPU. Counted is what their kernels
 read and write in a pass of 8,192 tokens, each tensor once, GEMMs and attention left out; an H200
 moves 4.1 TB/s of it at best. "Weights" are the kernels that run once per optimizer step, before its
-first micro-batch, for one layer and the state of all. "Ideal" is what `fp8stack bench roofline`
-takes both for: one kernel between two GEMMs, two where a scale follows from a whole tensor. "Narrow
-stores" are those of kernels that write some of their output byte by byte, which takes a GPU several
-times as long as writing 16 bytes at once: of the variants that inductor's autotuner tries, the best
-one counts. Copies change only strides, padding or the name of a dtype, forward and backward; the
-transposed copy of an operand is not one of them. One is left where attention's gradients of q, k
-and v, three tensors, are joined for a GEMM or a cast's kernel. Waits are copies and reads for which
-the host waits for the device. torch's meta functions have taken the operands and scales of every
-scaled GEMM in the code.
+first micro-batch, for one layer and the state of all. "Narrow stores" are those of kernels that
+write some of their output byte by byte, which takes a GPU several times as long as writing 16 bytes
+at once: of the variants that inductor's autotuner tries, the best one counts. Copies change only
+strides, padding or the name of a dtype, forward and backward; the transposed copy of an operand is
+not one of them. One is left where attention's gradients of q, k and v, three tensors, are joined
+for a GEMM or a cast's kernel. Waits are copies and reads for which the host waits for the device.
+torch's meta functions have taken the operands and scales of every scaled GEMM in the code.
 
 The host's time is that of this machine's CPU, with launches that do nothing, in the fastest of 500
 steps, for one micro-batch of a gpt2-1.5b that is very narrow, but has all its 192 linears. Weights
@@ -33,9 +31,7 @@ from bench.gpu_code.process import told
 from bench.report import Report, Row, heading, markdown, report_of
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
-from fp8stack.model.config import load_config, plan_for
-from fp8stack.planning.roofline import ideal_work
-from fp8stack.planning.roofline_trace import trace_operators
+from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -90,8 +86,7 @@ def _row(model: str, recipe: str, capability: str, stores: bool) -> list[Row]:
         figures = summary(compiled(model, recipe, capability, stores=stores))
     except UserError as error:
         return [failure(case, recipe, error)]
-    ideal = ideal_bytes(model, recipe, capability)
-    return [{"case": case, "arm": recipe, **figures, "ideal_bytes": ideal}]
+    return [{"case": case, "arm": recipe, **figures}]
 
 
 def _host_rows(case: str, recipe: str) -> list[Row]:
@@ -147,20 +142,6 @@ def scaled_gemms(model: str, recipes: Sequence[str], capability: str) -> dict[st
     return gemms
 
 
-def ideal_bytes(model: str, recipe: str, capability: str) -> int:
-    """The bytes that an ideal GPU moves for one more block and the casts of its weights, see
-    `roofline.ideal_work`."""
-    config = load_config(model, {"layers": 1})
-    plan = plan_for(config, load_recipe(recipe), machine_for(capability, te=False))
-    shape = TOKENS // config.context, config.context
-
-    def moved(blocks: int) -> int:
-        operations = trace_operators(config, plan, *shape, blocks=(0,) * blocks)
-        return sum(work.moved for work in ideal_work(operations) if not work.flops)
-
-    return moved(2) - moved(1)
-
-
 def summary(kernels: Sequence[Row]) -> Row:
     """The figures of a row: bytes and launches by part, copies and waits."""
     counted = [k for k in kernels if k["kind"] not in ("GEMM", "attention")]
@@ -201,7 +182,6 @@ def table(data: Report) -> str:
     text = (__doc__ or "").partition("\n\n")[2].strip()
     header = ["model on capability", "recipe", "block GB", "narrow stores, GB", "weights GB"]
     header += [
-        "ideal GB of both",
         "loss GB",
         "ms of a block at 4.1 TB/s",
         "its launches",
@@ -209,7 +189,7 @@ def table(data: Report) -> str:
         "copies",
         "waits",
     ]
-    gigabytes = ("block_bytes", "narrow_bytes", "weights_bytes", "ideal_bytes", "loss_bytes")
+    gigabytes = ("block_bytes", "narrow_bytes", "weights_bytes", "loss_bytes")
     cells = [
         [
             row["case"],

@@ -1,21 +1,17 @@
 """The command `fp8stack bench` and its subcommands."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fp8stack.cli import completion, options
+from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.common.terminal import show, write_text
-
-MODEL = option("Model preset or TOML file. [gpt2-124m]", autocompletion=completion.MODELS)
-CONTEXT = option("Tokens per sequence. [the model's]", min=1)
+from fp8stack.common.terminal import write_text
 
 bench = typer.Typer(
     name="bench",
-    help="Measure on this machine, or predict for a GPU.",
-    short_help="Measure speed here, or predict it for a GPU",
+    help="Measure on this machine.",
+    short_help="Measure speed on this machine",
     invoke_without_command=True,
     add_help_option=False,  # typer imports pydantic for its own; ours is below
     rich_markup_mode=None,
@@ -26,48 +22,6 @@ bench = typer.Typer(
 def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = False) -> None:
     if context.invoked_subcommand is None:
         write_text(f"{context.get_help()}\n")
-
-
-CAPABILITY = option(
-    "Assume a GPU of this compute capability. [this machine's]",
-    autocompletion=completion.CAPABILITIES,
-)
-GPU = option("Assume this GPU, such as H200.", autocompletion=completion.GPUS)
-CEILING = option("Predict an upper bound: the head in FP8, casts for free.", "--ceiling")
-RESULTS = option("Measured steps to show beside it: a step.json. [bench/results]")
-
-
-@bench.command()
-def roofline(
-    model: Annotated[str, MODEL] = "gpt2-124m",
-    capability: Annotated[str | None, CAPABILITY] = None,
-    gpu: Annotated[str | None, GPU] = None,
-    batch: Annotated[int, option("Sequences per step. [8]", min=1)] = 8,
-    context: Annotated[int | None, CONTEXT] = None,
-    ceiling: Annotated[bool, CEILING] = False,
-    results: Annotated[Path | None, RESULTS] = None,
-    json: Annotated[bool, options.JSON] = False,
-) -> None:
-    """Predict a training step's time in bf16 and each FP8 recipe, part by part."""
-    from fp8stack.model.config import load_config
-    from fp8stack.planning import roofline as predicted
-
-    config = load_config(model)
-    chosen, hardware = predicted.choose_gpu(capability, gpu)
-    predictions = predicted.predict_all(
-        model,
-        config,
-        chosen,
-        hardware,
-        batch=batch,
-        context=context or config.context,
-        ceiling=ceiling,
-        results=results or predicted.find_results(chosen),
-    )
-    if json:
-        options.print_json(predicted.as_json(predictions))
-    else:
-        show(*predicted.as_lines(predictions))
 
 
 @bench.command()

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fp8stack.planning.estimate import Answer
     from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Hardware
-    from fp8stack.precision.gpus import Gpu
 
 TOKENS = option("Also predict time, disk and loss of so many training tokens, such as 10B.")
 PRICE = option("With --tokens: dollars per hour of a GPU. Example: 2.5")
@@ -57,31 +56,32 @@ def estimate(
         raise UserError(f"--price {price:g}: give dollars per GPU hour, and --tokens beside.")
     work = None if tokens is None else _work(tokens, hardware)
     if work is not None and "steps" not in parsed.given:  # phases and warm-up depend on them
-        flags["steps"] = _steps_of(work[1], parsed)
+        flags["steps"] = _steps_of(work, parsed)
         parsed = parse_config(config, flags, set or [])
     estimated = answer(parsed, hardware, ranks, memory)
-    predicted = None if work is None else duration(parsed, estimated, ranks, *work, price)
+    predicted = [] if work is None else predict(parsed, estimated, ranks, work, price)
     if json:
-        more = {} if predicted is None else {"predicted": durations.as_json(predicted)}
+        predictions = [durations.as_json(duration) for duration in predicted]
+        more = {"predicted": predictions[0], "predictions": predictions} if predictions else {}
         options.print_json(answers.as_json(estimated) | more)
         return
     _show(estimated)
-    if predicted is not None:
+    if predicted:
         show("", *durations.sentences(predicted))
 
 
-def _work(tokens: str, hardware: Hardware) -> tuple[Gpu, int]:
-    """The GPU to predict a run's time on, and the number of its training tokens. Raises a UserError
-    for no number, and for a machine without a data sheet."""
+def _work(tokens: str, hardware: Hardware) -> int:
+    """The number of training tokens. Raises a UserError for no number, and for a machine without a
+    data sheet, whose time is not predicted."""
     from fp8stack.analysis.forecast.forecast import parse_tokens
-    from fp8stack.precision.gpus import find_gpu
+    from fp8stack.precision.gpus import find_gpus
 
-    gpu, count = find_gpu(hardware.name), parse_tokens(tokens)
-    if gpu is None:
+    count = parse_tokens(tokens)
+    if hardware.device != "cuda" or not find_gpus(hardware.name):
         raise UserError(
             f"--tokens: time is predicted of known GPUs, not of {hardware}. Give --gpu."
         )
-    return gpu, count
+    return count
 
 
 def _steps_of(tokens: int, config: RunConfig) -> int:
@@ -96,33 +96,29 @@ def _steps_of(tokens: int, config: RunConfig) -> int:
     return steps
 
 
-def duration(
-    config: RunConfig, estimated: Answer, ranks: int, gpu: Gpu, tokens: int, price: float | None
-) -> Duration:
-    """The duration of a run of `tokens` training tokens on `ranks` of these GPUs, with the loss to
-    expect. Raises a UserError as `predict_duration` does."""
+def predict(
+    config: RunConfig, estimated: Answer, ranks: int, tokens: int, price: float | None
+) -> list[Duration]:
+    """The duration of a run of `tokens` training tokens on `ranks` GPUs, of each kind that they may
+    be, with the loss to expect. Raises a UserError as `predict_durations` does."""
     from dataclasses import replace
 
     from fp8stack.analysis.forecast.forecast import baseline_loss
     from fp8stack.model.config import load_config
-    from fp8stack.planning.duration import predict_duration
-    from fp8stack.planning.run_config import for_ranks
-    from fp8stack.training.run_plans import context_of
+    from fp8stack.planning.duration import predict_durations
 
     model = load_config(config.model, config.model_overrides)
     steps = sum(phase.steps for phase in estimated.phases)
     phases = [(phase.plan, phase.steps / steps) for phase in estimated.phases]
-    predicted = predict_duration(
-        for_ranks(config, ranks),
-        model,
-        context_of(config, model),
-        phases,
-        gpu,
-        gpus=ranks,
-        tokens=tokens,
-        price=price,
-    )
-    return replace(predicted, loss=baseline_loss(model, tokens))
+    settings: Any = {
+        "gpus": ranks,
+        "tokens": tokens,
+        "steps": _steps_of(tokens, config),
+        "price": price,
+    }
+    predicted = predict_durations(config, model, phases, **settings)
+    loss = baseline_loss(model, tokens)
+    return [replace(duration, loss=loss) for duration in predicted]
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float | None) -> Answer:
@@ -133,7 +129,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     from fp8stack.model.config import plan_for
     from fp8stack.planning.estimate import CHECKPOINTING, Answer, PhaseEstimate, memory_of
     from fp8stack.training.memory_check import Footprint
-    from fp8stack.training.run_plans import plan_run, unwanted_backends
+    from fp8stack.training.run_plans import plan_run, unwanted_backends, workload_of
 
     memory, whose = memory_of(hardware)
     if memory_gib is not None:
@@ -147,7 +143,8 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}
-    details: Any = {"tokens": sequences * context, "without": unwanted_backends(config)}
+    work = workload_of(config, model, sequences * context)
+    details: Any = {"work": work, "without": unwanted_backends(config)}
     for name in presets.training_recipes():  # with substitutions allowed
         plan = plan_for(model, name, hardware, config.backend, **details)
         (sole_phase,) = footprint.estimates([plan], checkpointing, sequences)

@@ -23,6 +23,7 @@ from fp8stack.common.errors import UnservedAttention, UserError, described
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.recipe import ComputeDtype
+from fp8stack.precision.step_time import Workload
 
 ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 """Activations of the MLP. docs/adding.md lists what each has in other files."""
@@ -313,7 +314,7 @@ def plan_for(
     hardware: Hardware,
     backend: str = "auto",
     strict: bool = False,
-    tokens: int | None = None,
+    work: Workload | None = None,
     left_out: Mapping[str, str] | None = None,
     vocabulary_multiple: int = 1,
     without: Mapping[str, str] | None = None,
@@ -325,7 +326,8 @@ def plan_for(
     Args:
         config: the shape.
         recipe, hardware, backend, strict, without: as for `resolve`.
-        tokens: the tokens of a micro-batch; if given, the plan notes where FP8 may not pay.
+        work: a training step, from `workload`; if given, the plan predicts its time, and notes
+            where FP8 may not pay.
         left_out: layers that must not run in FP8, with the reason.
         vocabulary_multiple: the vocabulary is padded to a multiple of at least this.
         compute_dtype: the compute dtype that a run in emulated FP8 began with and keeps.
@@ -341,14 +343,67 @@ def plan_for(
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
     reasons = {**dict.fromkeys(config.routers, ROUTER), **(left_out or {})}
     plan = plan.for_layers(
-        shapes, left_out=reasons, tokens=tokens, grouped=config.grouped, compute_dtype=compute_dtype
+        shapes, left_out=reasons, work=work, grouped=config.grouped, compute_dtype=compute_dtype
     )
     needed = max(plan.vocabulary_multiple, vocabulary_multiple)
     if needed != multiple:
         # "auto" gave up FP8, so the vocabulary needs less padding.
         shapes = config.linear_shapes(padded_vocabulary(config, needed))
-        plan = plan.for_layers(shapes, left_out=reasons, grouped=config.grouped)
+        plan = plan.for_layers(shapes, left_out=reasons, work=work, grouped=config.grouped)
     return plan if config.experts is None else _with_experts(plan, config, config.experts)
+
+
+def workload(
+    config: GPTConfig,
+    tokens: int,
+    *,
+    context: int | None = None,
+    accumulate: int = 1,
+    recompute: Literal["none", "selective", "block"] = "none",
+    shards: int = 1,
+) -> Workload:
+    """A training step of a GPT on one GPU.
+
+    Args:
+        config: the shape.
+        tokens: tokens of a micro-batch on this GPU.
+        context: tokens of a sequence, by default the model's.
+        accumulate: micro-batches of a step.
+        recompute: the activation checkpointing.
+        shards: the number of GPUs that share gradients and optimizer (FSDP2).
+    """
+    width, experts = config.width, config.experts
+    # Bytes per token. The stream and its gradient are float32, all else is bf16. A norm with the
+    # residual sum reads x and y and writes x and its output; its backward pass reads two gradients
+    # and x, and writes the gradients of x and of y.
+    norms = 2 * ((4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2)) * width
+    # An activation reads its one or two inputs and writes its output; its backward pass reads the
+    # inputs and a gradient, and writes the inputs' gradients.
+    activation = 16 if config.gated else 10
+    hidden = config.layers * config.hidden
+    if experts is not None:
+        mixtures = config.layers - experts.first_dense
+        mixture = (experts.per_token + experts.shared) * experts.width
+        hidden = experts.first_dense * config.hidden + mixtures * mixture
+    queries = config.heads * config.head_dim
+    rotated = queries + config.query_groups * config.head_dim
+    passes = 8 * ((config.positions == "rope") + bool(config.qk_norm))
+    moved = config.layers * (norms + passes * rotated) + activation * hidden
+    if config.bias:  # sums the gradients of the outputs of all linears
+        outputs = queries + 2 * config.query_groups * config.head_dim + 2 * width
+        moved += 2 * (config.layers * outputs + hidden)
+    moved += 6 * config.vocabulary  # logits are read twice, their gradient is written
+    attention = 7 * config.layers * queries * (context or config.context)
+    return Workload(
+        tokens=tokens,
+        accumulate=accumulate,
+        attention_flops=attention * tokens,
+        head_width=config.head_dim,
+        moved_bytes=moved * tokens,
+        parameters=config.parameters() / shards,
+        active=1.0 if experts is None else experts.per_token / experts.count,
+        recompute=recompute,
+    )
 
 
 ROUTER = "a router, which computes in float32"

@@ -72,6 +72,7 @@ def as_json(table: PrecisionTable) -> dict[str, Any]:
         "model": table.model,
         "machine": table.machine,
         "plan": table.plan.to_json(),
+        "times": [asdict(time) | {"verdict": time.verdict} for time in table.plan.times],
         "operations": [asdict(operation) for operation in table.operations],
         "casts": [asdict(cast) for cast in table.casts],
         "accumulate": table.accumulate,

@@ -79,6 +79,11 @@ def find_gpu(name: str) -> Gpu | None:
     return next(matches, None)
 
 
+def find_gpus(name: str) -> tuple[Gpu, ...]:
+    """The entries for a device's full name; several for an assumed "H200 or H100"."""
+    return tuple(gpu for device in name.split(" or ") if (gpu := find_gpu(device)) is not None)
+
+
 def gpu_named(name: str) -> Gpu:
     """The GPU called `name`.
 
@@ -95,3 +100,10 @@ def gpu_named(name: str) -> Gpu:
 def gpu_of_capability(capability: tuple[int, int]) -> Gpu | None:
     """The GPU that stands for a compute capability; None without an entry."""
     return next((gpu for gpu in GPUS if gpu.capability == capability), None)
+
+
+def assumed_name(capability: tuple[int, int]) -> str:
+    """The name of the usual GPU of a compute capability, "GPU" without an entry; of both usual ones
+    of 9.0, whose memories differ."""
+    gpu = gpu_of_capability(capability)
+    return "H200 or H100" if capability == (9, 0) else gpu.name if gpu else "GPU"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack.common.errors import UserError, described, quoted
-from fp8stack.precision.gpus import gpu_named, gpu_of_capability
+from fp8stack.precision.gpus import assumed_name, gpu_named
 from fp8stack.precision.system_memory import system_memory_gib
 from fp8stack.precision.toolchain import find_triton_problem
 
@@ -258,11 +258,10 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     if version not in CAPABILITIES:
         existing = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
         raise UserError(f"No GPU has compute capability {capability}. Known: {existing}.")
-    gpu = gpu_of_capability(version)
     return Hardware(
         "cuda",
         version,
-        name=f"assumed {gpu.name if gpu else 'GPU'}",
+        name=f"assumed {assumed_name(version)}",
         has_te=has_te,
         cuda_version=(12, 9) if version >= TURING else (12, 6),
         torch_version=ASSUMED_TORCH,

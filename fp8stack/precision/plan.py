@@ -11,12 +11,12 @@ from typing import Any, Literal
 from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision import plan_text
-from fp8stack.precision.gpus import find_gpu
+from fp8stack.precision.gpus import Gpu, find_gpus
 from fp8stack.precision.hardware import Hardware
 from fp8stack.precision.native_gemms import feature_multiple, plain_gemms, plain_in_words, unable
-from fp8stack.precision.profit import doubt, host_doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe
 from fp8stack.precision.recipe_file import plain
+from fp8stack.precision.step_time import StepTime, Workload, layer_doubt, step_time
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
 WIDE = 256
@@ -110,7 +110,7 @@ class Plan:
         reasons: a sentence for each decision that differs from the request.
         strict: whether substitutions are errors.
         layers: the decisions for linear layers, see `for_layers`.
-        doubt: the reason that FP8 may not be profitable in the model.
+        times: the predicted time of a step, on each GPU that the machine may have.
         work_outside_linears: multiplications per token with weights outside linears.
         counted: "GEMM FLOPs"; "GEMM weights" if the shares of tokens of the experts are unknown, so
             that each expert counts as if it received all tokens.
@@ -129,7 +129,7 @@ class Plan:
     reasons: tuple[str, ...] = ()
     strict: bool = False
     layers: tuple[LayerPlan, ...] = ()
-    doubt: str = ""
+    times: tuple[StepTime, ...] = ()
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
     has_quantized_weights: bool = False
@@ -209,7 +209,7 @@ class Plan:
         *,
         routers: Collection[str] = (),
         grouped: Mapping[str, int] | None = None,
-        tokens: int | None = None,
+        work: Workload | None = None,
         compute_dtype: ComputeDtype | None = None,
     ) -> Plan:
         """Return this plan with a decision for every linear; without FP8 if "auto" chose an FP8
@@ -225,9 +225,9 @@ class Plan:
                 recipe enables it, else in `otherwise`, also in recipes without FP8.
             grouped: the number of groups of each grouped linear; `shapes` has the shape of one
                 group. Grouped linears without a GEMM in the backend are emulated.
-            tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-                layers and models that native FP8 probably does not speed up on this GPU; if "auto"
-                chose the recipe, they are not in FP8. Requires the GPU's data sheet in `GPUS`.
+            work: a training step on one rank. If given, `times` predicts it, and `notes` names
+                layers and models that native FP8 may not speed up on this GPU; if "auto" chose the
+                recipe, they are not in FP8. Requires the GPU's data sheet in `GPUS`.
             compute_dtype: the compute dtype that an emulated recipe began with, unless the recipe
                 sets it.
 
@@ -236,13 +236,22 @@ class Plan:
         """
         left_out, grouped = left_out or {}, grouped or {}
         plan = _with_dtype_for(self, shapes, {*heads, *routers}, grouped, compute_dtype)
-        layers = _decide_layers(plan, shapes, heads, left_out, otherwise, routers, grouped, tokens)
-        plan = replace(plan, layers=layers, doubt=_host_doubt(plan, layers, tokens))
+        layers = _decide_layers(plan, shapes, heads, left_out, otherwise, routers, grouped, work)
+        plan = replace(plan, layers=layers)
+        plan = replace(plan, times=_step_times(plan, work))
         if plan.asked == "auto" and plan.is_fp8 and layers and (plan.doubt or not plan.runs_fp8):
             return _without_fp8(plan, left_out).for_layers(
-                shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
+                shapes, heads, left_out, otherwise, routers=routers, grouped=grouped, work=work
             )
         return _with_layer_reasons(plan)
+
+    @property
+    def doubt(self) -> str:
+        """The reason that FP8 may not pay in the model: the least gain of all `times`; or ""."""
+        if not self.runs_fp8 or not self.times:
+            return ""
+        slowest = max(self.times, key=lambda time: time.ratio.high)
+        return "" if slowest.verdict == "FP8 pays" else slowest.comparison
 
     def backend_of(self, layer: LayerPlan) -> BackendName:
         """The backend that runs `layer`."""
@@ -328,7 +337,7 @@ def _decide_layers(
     otherwise: str | None,
     routers: Collection[str],
     grouped: Mapping[str, int],
-    tokens: int | None,
+    work: Workload | None,
 ) -> tuple[LayerPlan, ...]:
     """Decide the precision of each layer, see `Plan.for_layers`."""
     recipe, blocks = plan.recipe, block_indices(shapes)
@@ -354,7 +363,7 @@ def _decide_layers(
             groups=grouped.get(name, 0),
         )
         if layer.fp8:
-            layer = _on_hardware(plan, layer, tokens)
+            layer = _on_hardware(plan, layer, work)
         if not layer.fp8:
             layer_precision = otherwise if layer.reason else None
             layer = replace(layer, precision=layer_precision or plan.compute_dtype)
@@ -362,19 +371,17 @@ def _decide_layers(
     return tuple(layers)
 
 
-def _on_hardware(plan: Plan, layer: LayerPlan, tokens: int | None) -> LayerPlan:
-    """Decide how a layer that the recipe quantizes runs; for `tokens` see `Plan.for_layers`."""
+def _on_hardware(plan: Plan, layer: LayerPlan, work: Workload | None) -> LayerPlan:
+    """Decide how a layer that the recipe quantizes runs; for `work` see `Plan.for_layers`."""
     assert layer.quantizers is not None
     backend, reason, high_precision = _backend_for(plan, layer.quantizers, layer.groups)
     problem, not_profitable = unserved(plan, layer), ""
     # Emulation is for the numerics, not for speed.
-    if tokens is not None and not problem and not layer.groups and backend != "emulate":
-        shape = tokens, layer.in_features, layer.out_features
-        gpu = find_gpu(plan.hardware.name) if plan.device == "cuda" else None
-        native_gemm_count = len(layer.quantizers.gemms) - len(high_precision)
-        not_profitable = doubt(shape, layer.quantizers, gpu, native_gemm_count)
+    if work is not None and not problem and not layer.groups and backend != "emulate":
+        native = replace(layer, plain_gemms=high_precision)
+        not_profitable = layer_doubt(native, work, _gpus_of(plan), plan.compute_dtype)
     if not_profitable and plan.asked == "auto":
-        problem = f"FP8 does not pay for {not_profitable}"
+        problem = f"FP8 may not pay for {not_profitable}"
     if problem:
         return replace(layer, fp8=False, quantizers=None, reason=problem)
     return replace(
@@ -433,14 +440,21 @@ def unserved(plan: Plan, layer: LayerPlan) -> str:
     return problem
 
 
-def _host_doubt(plan: Plan, layers: Collection[LayerPlan], tokens: int | None) -> str:
-    """The reason that the host probably delays passes of `tokens` tokens, or "". Depends on the
-    number of layers that torch runs in FP8 on a GPU."""
-    if tokens is None or plan.device != "cuda":
-        return ""
-    by_torch = [la for la in layers if la.fp8 and plan.backend_of(la) == "torch"]
-    work = tokens * sum(layer.work for layer in layers)
-    return host_doubt(work, len(layers), len(by_torch), find_gpu(plan.hardware.name))
+def _gpus_of(plan: Plan) -> tuple[Gpu, ...]:
+    """The GPUs with a data sheet that the plan's machine may have; none without CUDA."""
+    return find_gpus(plan.hardware.name) if plan.device == "cuda" else ()
+
+
+def _step_times(plan: Plan, work: Workload | None) -> tuple[StepTime, ...]:
+    """The time of a step on each GPU that the plan's machine may have; none without `work`, and
+    none of emulated layers."""
+    if work is None or plan.emulated_layers:
+        return ()
+    dtypes = plan.compute_dtype, "fp8" if plan.recipe.fp8_attention else plan.attention
+    return tuple(
+        step_time(plan.layers, work, gpu, dtype=dtypes[0], attention=dtypes[1])
+        for gpu in _gpus_of(plan)
+    )
 
 
 def _with_layer_reasons(plan: Plan) -> Plan:
@@ -459,7 +473,7 @@ def _machine_reasons(plan: Plan) -> tuple[str, ...]:
 def _without_fp8(plan: Plan, left_out: Collection[str]) -> Plan:
     """The plan of "auto" if no layer can run in FP8, or if FP8 is not profitable in the model."""
     dtype, name, layers = plan.compute_dtype, plan.recipe.name, []
-    reason = f"auto is {dtype} and not {name}, which does not pay for {plan.doubt}"
+    reason = f"auto is {dtype} and not {name}, whose step takes {plan.doubt}"
     if not plan.doubt:
         reason = f"auto stands for {name} here, and no layer would run in it: {dtype}"
         layers = [replace(la, precision=dtype) for la in plan.layers if la.name not in left_out]
@@ -470,7 +484,7 @@ def _without_fp8(plan: Plan, left_out: Collection[str]) -> Plan:
         native=True,
         reasons=(*_machine_reasons(plan), reason, *plan_text.sentences(layers)),
         layers=(),
-        doubt="",
+        times=(),
     )
 
 

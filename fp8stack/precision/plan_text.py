@@ -36,13 +36,18 @@ def summary(plan: Plan, forward: bool = False) -> list[str]:
         lines.append("; ".join([_headline(plan, forward), *without_fp8]))
     else:
         lines += [f"  {sentence}" for sentence in without_fp8]
-    return [*lines, *(f"note: {note}" for note in plan.notes), *beside_layers(plan)]
+    lines += [f"note: {note}" for note in plan.notes]
+    return [
+        *lines,
+        *(f"predicted: a step takes {time}" for time in plan.times),
+        *beside_layers(plan),
+    ]
 
 
 def notes(plan: Plan) -> list[str]:
     """Notes on models and layers for which FP8 may not be faster, and on emulated layers whose
     sizes a GPU's FP8 GEMMs do not support."""
-    lines = [f"FP8 may not pay for {plan.doubt}"] if plan.doubt else []
+    lines = [f"FP8 may not pay: a step takes {plan.doubt}"] if plan.doubt else []
     if doubted := [layer for layer in plan.layers if layer.doubt]:
         layers = _by_kind(doubted, lambda layer: layer.doubt)
         lines.append(

@@ -13,12 +13,13 @@ from fp8stack.layers.compiler import (
     require_compilable,
     require_compiler,
 )
-from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for, workload
 from fp8stack.planning.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.planning.run_config import RunConfig, for_ranks, merged
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.recipe import ComputeDtype
+from fp8stack.precision.step_time import Workload
 from fp8stack.training.memory_check import Footprint, require_memory
 from fp8stack.training.optim.optimizer import require_optimizer
 
@@ -243,10 +244,8 @@ def plan_recipe(
         "without": unwanted_backends(config),
         "compute_dtype": decided.compute_dtype,
     }
-    tokens_to_judge = None if left_out is not None else tokens
-    plan = plan_for(
-        model, requested, hardware, tokens=tokens_to_judge, left_out=left_out, **settings
-    )
+    work = None if left_out is not None else workload_of(config, model, tokens)
+    plan = plan_for(model, requested, hardware, work=work, left_out=left_out, **settings)
     if recipe == "auto" and plan.is_fp8 and not decided.auto_in_fp8:
         left_out = dict.fromkeys((layer.name for layer in plan.layers), BEGAN_WITHOUT_FP8)
         plan = plan_for(model, requested, hardware, left_out=left_out, **settings)
@@ -254,6 +253,20 @@ def plan_recipe(
         _require_whole_sequences(plan.recipe.attention, config, model)
     _, note = is_compiled(config.compile, plan, hardware, config.activation_checkpointing)
     return replace(plan, reasons=(*plan.reasons, note)) if note else plan
+
+
+def workload_of(config: RunConfig, model: GPTConfig, tokens: int) -> Workload:
+    """A training step of a run on one rank, whose micro-batches have `tokens` tokens."""
+    context = context_of(config, model)
+    ranks = config.batch * context // (config.accumulate * tokens)
+    return workload(
+        model,
+        tokens,
+        context=context,
+        accumulate=config.accumulate,
+        recompute=config.activation_checkpointing,
+        shards=max(1, ranks) if config.parallel == "fsdp" else 1,
+    )
 
 
 def unwanted_backends(config: RunConfig) -> dict[str, str]:
@@ -313,7 +326,7 @@ def _runs_alike(first: Plan, second: Plan) -> bool:
     def without_words(plan: Plan) -> Plan:
         recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
         layers = tuple(replace(layer, precision="", reason="", doubt="") for layer in plan.layers)
-        plan = replace(plan, asked="", reasons=(), native=True, doubt="")
+        plan = replace(plan, asked="", reasons=(), native=True, times=())
         return replace(plan, recipe=recipe, layers=layers)
 
     return without_words(first) == without_words(second)

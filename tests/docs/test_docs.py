@@ -23,8 +23,6 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.planning.run_config import GuardConfig, RunConfig
 from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe_file as recipes
-from fp8stack.precision.gpus import gpu_named
-from fp8stack.precision.profit import least_ratio
 from tests import capabilities
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
@@ -225,18 +223,6 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
             ):
                 missing.append(f"{name}: {mentioned}")
     assert missing == []
-
-
-@pytest.mark.parametrize("scaling", ["delayed", "current", "block, mxfp8"])
-def test_where_fp8_pays_is_what_plans_go_by(scaling):
-    text = _text("docs/performance.md")
-    (names,) = re.findall(r"^\| scaling \| [^|]*c \| (.*) \|$", text, re.M)
-    (bounds,) = re.findall(rf"^\| {scaling} \| [^|]* read[^|]*\| (.*) \|$", text, re.M)
-    for recipe in scaling.split(", "):
-        quantizers = recipes.load_recipe(recipe).quantizers
-        assert quantizers is not None
-        ratios = [least_ratio(gpu_named(name), quantizers) for name in names.split(" | ")]
-        assert [f"{bound:.0f}" for bound in ratios] == bounds.split(" | ")
 
 
 def test_the_memory_that_the_faq_tells_is_the_estimate(command, capsys):

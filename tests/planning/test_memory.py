@@ -16,7 +16,7 @@ import fp8stack
 from fp8stack.layers import build_backend
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import LowPrecisionLayer, QuantizedLinear
-from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for
+from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for, workload
 from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.planning.estimate import Answer, PhaseEstimate, memory_of
 from fp8stack.planning.memory import Estimate, Setting, estimate, optimizer_bytes
@@ -479,7 +479,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused):
 
 def on(gpu: Hardware, config: GPTConfig, recipe: str, tokens: int, **keys: Any) -> Setting:
     """One sequence of a micro-batch on a GPU."""
-    plan = plan_for(config, load_recipe(recipe, keys), gpu, tokens=tokens)
+    plan = plan_for(config, load_recipe(recipe, keys), gpu, work=workload(config, tokens))
     return Setting(config=config, plan=plan, sequences=1, context=tokens)
 
 

@@ -724,7 +724,13 @@ def test_an_assumed_gpu_has_current_software(text, capability):
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("9.0", "H200"), ("8.9", "L40S"), ("12.0", "RTX 5090"), ("7.0", "V100"), ("8.7", "GPU")],
+    [
+        ("9.0", "H200 or H100"),
+        ("8.9", "L40S"),
+        ("12.0", "RTX 5090"),
+        ("7.0", "V100"),
+        ("8.7", "GPU"),
+    ],
 )
 def test_an_assumed_gpu_is_a_usual_one_of_its_generation_and_says_which(text, name):
     assert str(assumed(text)) == f"assumed {name} (compute capability {text})"

@@ -154,7 +154,7 @@ class Built:
 
 def plan_of(arm: StepArm, work: StepWork, hardware: Hardware) -> Plan:
     """The plan of an arm. Raises a UserError if this machine would run something else."""
-    plan = plan_for(work.config, arm.recipe, hardware, arm.backend, tokens=work.tokens)
+    plan = plan_for(work.config, arm.recipe, hardware, arm.backend)
     if plan.backend != arm.backend or plan.recipe.name != arm.recipe:
         raise UserError(f"'{arm.name}' does not run here: {'; '.join(plan.reasons)}.")
     return plan

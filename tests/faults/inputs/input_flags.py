@@ -111,8 +111,7 @@ OTHERS = {
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
     "compare --baseline mxfp8 --recipes fp32,bf16": "--baseline", "compare --set seed=1": "--seeds",
     "compare --from none": "none", "compare --set lr=x": "lr = 'x'", "compare --out good.txt":
-    "good.txt is a file", "bench none": "none", "bench roofline --gpu Z80": "Z80",
-    "bench roofline --batch 0": "--batch", "bench roofline --capability 9.0 --results none": "none",
+    "good.txt is a file", "bench none": "none",
     "bench step --recipe none": "No FP8 recipe 'none'",
     "bench step --model none": "none", "bench step --rounds 1": "--rounds",
 }  # fmt: skip

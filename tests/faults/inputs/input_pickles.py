@@ -86,7 +86,6 @@ DOORS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", "--recipes", "fp32,{file}"),
     "compare from": ("compare", "--from", "{file}"),
     "compare from a run": ("compare", "--from", "{run}", "--recipes", "{file}"),
-    "bench roofline": ("bench", "roofline", "--capability", "9.0", "--results", "{file}"),
 }
 OF_A_RUN = ("run.toml", "plan.json", "metrics.jsonl", "telemetry.jsonl")
 OTHERS = (".metadata", "pytorch_model.bin", "custom_checkpoint_0.pkl", "scheduler.bin",
