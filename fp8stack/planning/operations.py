@@ -220,6 +220,11 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
         names = {step.name for step in steps if isinstance(step, Operation)}
         of_module = [step for step in steps if isinstance(step, Cast)]
         if "linear" in names:
+            if not plan.layer(path).fp8 and plan.backend in ("reference", "torch"):
+                of_module = [
+                    replace(cast, per="step") if cast.what in ("weight", "bias") else cast
+                    for cast in of_module
+                ]
             of_module += _quantized(plan, path)
             if plan.layer(path).fp8:  # the bias is cast after the operands
                 of_module.sort(key=lambda x: (x.to_fp8 and x.runs == "backward", x.what == "bias"))

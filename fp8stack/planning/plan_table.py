@@ -133,9 +133,9 @@ def _phrases(casts: Sequence[Cast]) -> Iterator[str]:
         if tensor != cast.what and (tensor, cast.target, cast.source) in tensors:
             continue  # the phrase of the tensor names it
         mirrored = (cast.what + GRADIENT, cast.target, cast.source) in tensors
-        back = " and its gradient back" if mirrored else ""
         once = ", once per optimizer step" if cast.per == "step" else ""
-        yield f"{cast.what} {cast.source} -> {cast.target}{back}{once}"
+        back = f"{once and ','} and its gradient back" if mirrored else ""
+        yield f"{cast.what} {cast.source} -> {cast.target}{once}{back}"
 
 
 def _quantizers(plan: Plan) -> Iterator[str]:

@@ -73,7 +73,9 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
 
 def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Step]]:
     """The passes of a real model of the plan, forward and backward; and the steps of one more."""
-    model = GPT(config, build_backend(plan))
+    backend = build_backend(plan)
+    backend.weights.only_tracked_changes = True  # as in a run
+    model = GPT(config, backend)
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
     tokens = torch.randint(config.vocabulary, (B, T + 1))
     chosen = 1 if config.experts is None else config.experts.per_token
@@ -81,6 +83,8 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
     with recorder.recording():
         for _ in range(passes):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
+    model = GPT(config, build_backend(plan))  # in which each pass casts the parameters
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
     tracer = Tracer(model)
     with tracer.recording():
         model(tokens[:, :-1], tokens[:, 1:])

@@ -189,8 +189,9 @@ def test_the_casts_of_alike_layers_are_one_line():
         "fp32 -> e4m3, once per optimizer step; bias fp32 -> bf16; output gradient bf16 -> e5m2"
     ) in lines
     assert (
-        "  blocks.0.mlp.up: input fp32 -> bf16 and its gradient back; bias fp32 -> bf16 and its "
-        "gradient back; weight fp32 -> bf16 and its gradient back"
+        "  blocks.0.mlp.up: input fp32 -> bf16 and its gradient back; bias fp32 -> bf16, once per "
+        "optimizer step, and its gradient back; weight fp32 -> bf16, once per optimizer step, and "
+        "its gradient back"
     ) in lines
 
 
