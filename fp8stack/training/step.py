@@ -1,5 +1,7 @@
 """An optimizer step: forward and backward passes, clipping, the monitor's verdict, the update."""
 
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -32,7 +34,8 @@ class Step:
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self._load: ExpertLoad | None = None  # once it is computed
         self._graphs: GraphedPasses | None = None  # of the model that trains, if it has them
-        self._model: GPT | None = None  # the one that `_graphs` is for
+        # The model that `_graphs` is for.
+        self._model: Callable[[], GPT | None] = lambda: None
         # The order in which torch sums the norm; all models of a run share the parameters.
         self._order = list(run.model.parameters())
 
@@ -98,8 +101,8 @@ class Step:
         if samples:
             with run.telemetry.sampling(run.model) if is_first else nullcontext():
                 return self._run_pass(part_BT)
-        if self._model is not run.model:
-            self._model, backend = run.model, run.backend
+        if self._model() is not run.model:
+            self._model, backend = weakref.ref(run.model), run.backend
             self._graphs = None
             if not obstacle(run):
                 state = backend.weights, backend.delayed

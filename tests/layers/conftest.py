@@ -40,10 +40,10 @@ def cuda_gemm(monkeypatch):
 def on_gpus(monkeypatch):
     """Runs are planned for a GPU that fits their recipe, and run on the CPU."""
 
-    def plan_for(config, recipe, hardware, backend, strict, tokens, **more):
+    def plan_for(config, recipe, hardware, work=None, **more):
         name = recipe if isinstance(recipe, str) else recipe.name
-        # `tokens` is left out: with it, layers this small stay out of FP8, for speed.
-        plan = real_plan_for(config, recipe, machine(name), backend, strict, **more)
+        # `work` is left out: with it, layers this small stay out of FP8, for speed.
+        plan = real_plan_for(config, recipe, machine(name), **more)
         return replace(plan, device="cpu")
 
     monkeypatch.setattr(run_plans, "plan_for", plan_for)

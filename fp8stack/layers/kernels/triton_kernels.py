@@ -110,6 +110,7 @@ def _cast_half(
     squares need all rows: then the values are computed again, from a cache.
     """
     quads: tl.constexpr = HOW.rows // 4
+    tile_columns: tl.constexpr = HOW.columns  # Triton 3.6 takes no fields in a shape
     per_tensor: tl.constexpr = HOW.scales == "given" or HOW.scales == "current"
     needs_all_rows: tl.constexpr = HOW.scales == "squares" or (
         HOW.columnwise and (HOW.scales == "rows" or HOW.scales == "mx")
@@ -117,9 +118,9 @@ def _cast_half(
     quad = down * quads + tl.arange(0, quads)[:, None]
     column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
     in_width, out_column = column < width, column + HALF * width
-    largest = tl.zeros([quads, HOW.columns], tl.float32)
-    total = tl.zeros([quads, HOW.columns], tl.float32)
-    packed = tl.zeros([quads, HOW.columns], tl.int32)
+    largest = tl.zeros([quads, tile_columns], tl.float32)
+    total = tl.zeros([quads, tile_columns], tl.float32)
+    packed = tl.zeros([quads, tile_columns], tl.int32)
     for row_index in tl.range(4):
         row = 4 * quad + row_index
         inside = (row < rows) & in_width

@@ -188,7 +188,7 @@ def launch_of(name: str) -> tuple[Any, list[Tensor]]:
         )
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, *[torch.float8_e4m3fn] * 2]
         tensors = [aligned(4096, dtype) for dtype in (*dtypes, *[torch.float32] * 4)]
-        kernel, constants, numbers = triton_kernels.cast_product, {"HOW": variant}, (1, 4096)
+        kernel, constants, numbers = triton_kernels.cast_product, {"HOW": variant}, (16, 4096)
     else:
         options = nvfp4.compiled_for("cast", hadamard=16, bf16=True, exact=True, stochastic=True)
         dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn]

@@ -434,10 +434,9 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
 
-    def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **options: Any):
-        # If it knew the number of tokens, the plan would keep layers as small as these out of FP8.
-        options["tokens"] = None
-        return replace(plan_for(config, recipe, gpu, backend, strict, **options), device="cpu")
+    def planned(config: Any, recipe: Any, hardware: Any, **options: Any) -> Plan:
+        # If it knew the tokens, the plan would keep layers as small as these out of FP8.
+        return replace(plan_for(config, recipe, gpu, **options | {"work": None}), device="cpu")
 
     with installed(), patch.object(run_plans, "plan_for", planned):
         yield
