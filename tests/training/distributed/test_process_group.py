@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8stack.common.errors import RankLost, UserError
 from fp8stack.model.config import plan_for
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware, load_recipe
+from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.training import run_plans
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.state import random_states
