@@ -148,7 +148,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
             return f"{where}: key '{tag}' is missing. Known values: {', '.join(sorted(mapping))}."
         tree = tree["$defs"][mapping[path.pop(0)].rsplit("/", 1)[-1]]
     if problem["type"] == "extra_forbidden":
-        *outer, last = path
+        last = str(problem["loc"][-1])  # not in `path` if it is named like a type
+        outer = path[:-1] if path[-1:] == [last] else path
         within = f"{quoted('.'.join(outer))}: " if outer else ""
         if last in _NO_KEYS:
             return f"{where}: {within}there is no key '{last}': {_NO_KEYS[last]}."

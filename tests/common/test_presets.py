@@ -124,7 +124,11 @@ def test_overrides_that_are_no_size_are_refused():
         assert "layers = " in refusal(load_config, "gpt-nano", {"layers": value})
 
 
-@pytest.mark.parametrize("key", ["a\nb", "\r", "\x1b[2J", "", "=", "'\"", "日本語"], ids=repr)
+@pytest.mark.parametrize(
+    "key",
+    ["a\nb", "\r", "\x1b[2J", "", "=", "'\"", "日本語", "GPTConfig", "RecipeFile", "a[b"],
+    ids=repr,
+)
 @pytest.mark.parametrize("load", [load_config, load_recipe])
 def test_a_key_of_any_characters_is_refused_in_one_printable_line(write_file, load, key):
     escaped = "".join(f"\\U{ord(character):08x}" for character in key)
