@@ -72,10 +72,9 @@ def _command(values: Mapping[str, Any]) -> str:
     """The command with these values of its options, for a shell."""
     words = ["fp8stack", "compare"]
     for name, value in values.items():
-        option = name.rstrip("_")
         if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
+            words.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
             for item in value if isinstance(value, list) else [value]:
-                words += [f"--{option}", str(item)]
+                words += [f"--{name}", str(item)]
     return " ".join(map(shell_quoted, words))

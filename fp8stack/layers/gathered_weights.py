@@ -42,19 +42,6 @@ def is_gathered_in_fp8(operand: Any, rows: int, ranks: int) -> bool:
     return block_rows is not None and -(-rows // ranks) % block_rows == 0
 
 
-def gathered_bytes(operand: Any, rows: int, columns: int) -> int:
-    """The bytes of a full weight [rows, columns] that is gathered in FP8, with its scales."""
-    quantizer: Quantizer = operand.joint_cast.quantizer
-    elements, kind = rows * columns, operand.joint_cast.kind
-    if kind is ScaleLayout.PER_TENSOR:
-        return elements
-    if kind is ScaleLayout.PER_ROW:
-        return 2 * elements + 4 * rows
-    copies = 1 if kind is ScaleLayout.SQUARES else 2
-    height, width = quantizer.blocks or (1, 1)
-    return copies * (elements + quantizer.scale_bytes * elements // (height * width))
-
-
 def share_amaxes(operands: Sequence[Any], shards: Sequence[Tensor]) -> None:
     """Reduce the amaxes of sharded weights over ranks, by one all-reduce for all of them: in
     current scaling the amax of the weight, and in scales per row the amaxes of its columns."""

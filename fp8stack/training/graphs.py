@@ -107,9 +107,9 @@ class GraphedPasses:
         weights: WeightChanges,
         delayed: DelayedScaling | None,
     ) -> None:
-        self._run_pass, self.model = run_pass, model
+        self._run_pass = run_pass
         self._weights, self._delayed = weights, delayed
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.parameters())
         self._layers = [m for m in model.modules() if isinstance(m, LowPrecisionLayer)]
         self._refused = False
         self._key: Hashable = None
@@ -148,10 +148,9 @@ class GraphedPasses:
     def _state_key(self, inputs: tuple[Tensor, ...]) -> Hashable:
         """What the graphs depend on: shapes, addresses and precisions."""
         state = [] if self._delayed is None else self._delayed.step_state()
-        tensors = [*self.model.parameters(), *state]
         return (
             *(x.shape for x in inputs),
-            *(tensor.data_ptr() for tensor in tensors),
+            *(tensor.data_ptr() for tensor in (*self._parameters, *state)),
             *((layer.in_fp8, layer.compute_dtype) for layer in self._layers),
         )
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8stack.common.formats import Quantizer
 from fp8stack.layers import build_backend
 from fp8stack.layers.fsdp import ShardedWeight, tensors_of
-from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8, share_amaxes
+from fp8stack.layers.gathered_weights import is_gathered_in_fp8, share_amaxes
+from fp8stack.layers.kernels.scaled_gemm import ScaleLayout
 from fp8stack.layers.linear import Call
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision import Hardware, load_recipe, resolve
@@ -79,6 +81,19 @@ def test_shards_give_the_bytes_and_scales_of_the_full_weight(recipe, ranks):
         for mine, reference in zip(bytes_of(copy), bytes_of(full), strict=True):
             assert torch.equal(mine, reference)
     assert all(map(torch.equal, bytes_of(alone[0]), bytes_of(expected[0])))
+
+
+def gathered_bytes(operand: Any, rows: int, columns: int) -> int:
+    """The bytes of a full weight [rows, columns] that is gathered in FP8, with its scales."""
+    quantizer: Quantizer = operand.joint_cast.quantizer
+    elements, kind = rows * columns, operand.joint_cast.kind
+    if kind is ScaleLayout.PER_TENSOR:
+        return elements
+    if kind is ScaleLayout.PER_ROW:
+        return 2 * elements + 4 * rows
+    copies = 1 if kind is ScaleLayout.SQUARES else 2
+    height, width = quantizer.blocks or (1, 1)
+    return copies * (elements + quantizer.scale_bytes * elements // (height * width))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +91,27 @@ def counts_in_another_tensor(self: LayerOperands) -> None:
         self.draws.counter = self.draws.counter + 1
 
 
+REFUSAL = "not permitted when stream is capturing"
 UPDATE_SCALES = DelayedScaling._update_weight_scales
 
 
-def test_a_pass_that_the_host_reads_is_not_recorded_and_goes_on(
-    tmp_path: Path, recorder: Callable[[], type[Recorder]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("fault", "warning"),
+    [
+        (reads_on_the_host, pytest.warns(UserWarning, match=REFUSAL)),
+        (replaces_its_scales, nullcontext()),
+    ],
+)
+def test_passes_that_cannot_be_recorded_are_eager(
+    fault: Callable[..., None], warning: AbstractContextManager[object],
+    tmp_path: Path, recorder: Callable[[], type[Recorder]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A pass that the host reads, and one whose addresses change each time."""
     expected = trained(tmp_path / "eager", "delayed", accumulate=2)
     recorded = recorder().graphs
-    monkeypatch.setattr(DelayedScaling, "_update_weight_scales", reads_on_the_host)
-    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+    monkeypatch.setattr(DelayedScaling, "_update_weight_scales", fault)
+    with warning:
         replayed = trained(tmp_path / "replayed", "delayed", accumulate=2)
-    assert recorded == []
-    assert changed(expected.everything(), replayed.everything()) == []
-
-
-def test_passes_whose_addresses_change_are_eager(
-    tmp_path: Path, recorder: Callable[[], type[Recorder]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = trained(tmp_path / "eager", "delayed", accumulate=2)
-    recorded = recorder().graphs
-    monkeypatch.setattr(DelayedScaling, "_update_weight_scales", replaces_its_scales)
-    replayed = trained(tmp_path / "replayed", "delayed", accumulate=2)
     assert recorded == []
     assert changed(expected.everything(), replayed.everything()) == []
 

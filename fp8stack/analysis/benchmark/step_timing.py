@@ -1,5 +1,5 @@
 """The measurements of `fp8stack bench step`: a training step of a GPT, AdamW included, in every
-recipe that runs here. `python -m bench step` measures other libraries too."""
+recipe that runs here. `python -m bench.gpu.steps` measures other libraries too."""
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

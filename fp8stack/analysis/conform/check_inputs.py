@@ -14,11 +14,6 @@ from fp8stack.common.formats import FORMATS, Format, Quantizer
 FORMAT_NAMES = ("e4m3", "e5m2")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-QUANTIZED_RECIPES = (
-    *("current", "block", "mxfp8", "rowwise", "rowwise_wgrad_hp"),
-    *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
-)
-"""Recipes for training that have, together, every quantizer of current scaling of such recipes."""
 SERVED_RECIPES = ("served:fp8_dynamic", "served:fp8_block", "served:mxfp4")
 """Schemes of inference servers with further quantizers."""
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")

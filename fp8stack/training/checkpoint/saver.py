@@ -76,11 +76,6 @@ class Saver:
         return path
 
     @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def failed(self) -> bool:
         """Whether a background save failed, which `wait` would raise."""
         return self._error is not None
