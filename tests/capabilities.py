@@ -1,4 +1,4 @@
-"""What the package can do: `docs/capabilities.md`, by the tests that are marked as showing it.
+"""Writes `docs/capabilities.md`: the capabilities of the package, and the tests of each.
 
 `python -m tests.capabilities` writes the page. A test shows a capability if it has the marker
 `@pytest.mark.capability("A1")`.

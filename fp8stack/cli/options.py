@@ -152,7 +152,7 @@ GROUPS = {
     "Files": "overwrite resume config set",
     "Logs": "guard",
 }
-"""The options of each group, by their names in the code, beside those that are keys of a run."""
+"""The options of each group that are no keys of a run, by their names in the code."""
 TITLES = {"eval": "Evaluation", "generate": "Sampling"}
 """The title of the group "Training" in commands that train nothing."""
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()} | {

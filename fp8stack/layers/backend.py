@@ -214,7 +214,7 @@ class Backend:
         model.register_forward_pre_hook(self._cast_before_pass)
 
     def _share_casts(self, model: nn.Module) -> None:
-        """Have the layers of `model` without FP8 use the copies of `cast_parameters`."""
+        """Make the layers of `model` without FP8 use the copies of `cast_parameters`."""
         self._cast_layers = [
             layer
             for layer in model.modules()
@@ -276,8 +276,8 @@ class Backend:
 
 
 def continue_from(backend: Backend, delayed: DelayedScaling) -> None:
-    """Have `backend`, which has built no layers, continue with the state of delayed scaling of
-    another model in the same recipe."""
+    """Make `backend` use the state of delayed scaling of another model in the same recipe. Call
+    this before `backend` builds a layer."""
     for builder in (backend, *backend._delegates.values()):
         builder.delayed, builder.weights = delayed, delayed.weights
 

@@ -40,7 +40,7 @@ class Size(NamedTuple):
 
 
 class _Cast(torch.autograd.Function):
-    """A parameter in another dtype, of which there is a copy; its gradient is that of a cast."""
+    """Returns an existing copy of a parameter in another dtype, with the gradient of a cast."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:

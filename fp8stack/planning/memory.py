@@ -241,8 +241,8 @@ def _block_workspace(setting: Setting) -> int:
 
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:
-    """Delayed scaling has a history for each quantizer, as long as the longest, and a few numbers
-    beside it. RoPE has a cosine and a sine for each token of the context and element of a head."""
+    """Delayed scaling has a history for each quantizer, as long as the longest, and a few more
+    numbers. RoPE has a cosine and a sine for each token of the context and element of a head."""
     lengths = [
         quantizer.history_length
         for layer in plan.layers

@@ -31,7 +31,7 @@ class Limits:
 
 
 class Mark(Enum):
-    """What else is known of a key, beside its value.
+    """Properties of a key: when it may change, and what it is for.
 
     A resumed run may change keys marked `RESUME`: they do not affect its numbers, or let it go on
     to another step or on another machine. The files of the model, the recipe and the data may have

@@ -1,5 +1,5 @@
-"""The time of a training step on one GPU, as a range, beside the same step without FP8. Pure; no
-torch here.
+"""The time of a training step on one GPU, as a range, and that of the same step without FP8. Does
+not import torch.
 
 A step takes the larger of two times: the host launches kernels while the GPU runs earlier ones.
 The GPU's time is that of GEMMs, attention, casts, other kernels and AdamW at measured rates. Real
@@ -30,7 +30,7 @@ CAST_RATES = (1.14e12, 2.0e12)
 """Bytes per second of casts on an H100: call by call, launch included, and without the launch."""
 HOST_BLOCK_S = {"bf16": 3.7e-3, "fp8": 5.2e-3}
 """Seconds in which the host launches the two passes of a compiled block (four linears) without CUDA
-graphs. In FP8 measured beside an H100, in delayed scaling; in bf16 at most this, which is all of a
+graphs. In FP8 measured with an H100, in delayed scaling; in bf16 at most this, which is all of a
 measured step but AdamW. CUDA graphs, which no GPU has timed yet, may need next to nothing."""
 LEAST_GEMM_S = 11.4e-6
 """A GEMM that takes less than this in bf16 does not fill a GPU, and FP8 does not shorten it."""
@@ -38,7 +38,7 @@ LEAST_GEMM_S = 11.4e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A training step on one GPU, beside its linear layers.
+    """A training step on one GPU, without its linear layers.
 
     Attributes:
         tokens: tokens of a micro-batch.
@@ -158,7 +158,7 @@ def step_time(
     dtype: str = "bf16",
     attention: str = "bf16",
 ) -> StepTime:
-    """Predict a step of a model with these linear layers, none of which is emulated.
+    """Predict a step of a model with these linear layers. None of them may be emulated.
 
     Args:
         layers: the decisions for all linear layers.
@@ -323,8 +323,7 @@ def _layer_seconds(
 def _gpu_seconds(
     layers: Sequence[LayerPlan], work: Workload, rates: Rates, casts: float | None
 ) -> tuple[float, float]:
-    """Seconds of the GPU per micro-batch, and per step beside its micro-batches; `casts` as for
-    `_layer_seconds`."""
+    """Seconds of the GPU per micro-batch, and once per step; `casts` as for `_layer_seconds`."""
     _, attention, kernels = _RECOMPUTED[work.recompute]
     moved = kernels * work.moved_bytes
     if work.accumulate > 1:  # the sum of the gradients is read and written, a gradient read

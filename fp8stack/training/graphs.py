@@ -26,7 +26,7 @@ tensors that last are allocated."""
 
 
 def obstacle(run: Run) -> str:
-    """Why the passes of a run are not recorded; "" if they are."""
+    """The reason that the passes of a run are not recorded; "" if they are."""
     config = run.config
     reasons = {
         "only GPUs of NVIDIA have them": not records(run.accelerator.device),
@@ -146,7 +146,7 @@ class GraphedPasses:
         return graph.loss.clone()  # the next replay overwrites it
 
     def _state_key(self, inputs: tuple[Tensor, ...]) -> Hashable:
-        """What the graphs depend on: shapes, addresses and precisions."""
+        """The shapes, addresses and precisions that the graphs depend on."""
         state = [] if self._delayed is None else self._delayed.step_state()
         return (
             *(x.shape for x in inputs),

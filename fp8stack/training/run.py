@@ -109,7 +109,7 @@ class Run:
 
     @property
     def wrapped(self) -> nn.Module:
-        """What a step calls: the model, or the DDP module of it."""
+        """The module that a step calls: the model, or the DDP module of it."""
         return self.state.wrapped
 
     @property

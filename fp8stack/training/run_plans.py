@@ -73,7 +73,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlans:
-    """The model of a run, and the plans of its recipes, all of which are possible."""
+    """The model of a run, and the plans of its recipes. All plans are possible on this machine."""
 
     config: RunConfig  # see `for_ranks`
     model: GPTConfig

@@ -247,7 +247,7 @@ def _fill_and_finish(twin: Twin, fault: str) -> str:
         return wrong
     if len(lines) != 1 or "the disk is full" not in lines[0]:
         return f"what was said: {ended.stderr.strip()[-300:]}"
-    # In the background, the first save may not have ended when a disk fills up in a later step.
+    # The first save may still run in the background when a disk fills up in a later step.
     is_under_way = twin.folder.name == "background" and "@step:" in fault and not names_before
     if (names_before != {old.name} and not is_under_way) or litter:
         return f"there were checkpoints {sorted(names_before)} and left over {litter}"

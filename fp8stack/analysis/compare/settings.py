@@ -255,8 +255,8 @@ def _recipes(text: str) -> dict[str, str]:
 
 
 def _read(out: Path) -> _Saved | None:
-    """What an earlier start wrote to the folder of a comparison; None if it is free. Raises a
-    UserError if it is a file, or holds something else than a comparison."""
+    """The saved state of an earlier start in the folder of a comparison; None if the folder is
+    free. Raises a UserError if `out` is a file, or holds something else than a comparison."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file. Give a folder as --out.")
     path = out / REPORT

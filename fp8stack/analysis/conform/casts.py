@@ -374,7 +374,7 @@ def tiles(codes: Tensor) -> Tensor:
     return packed
 
 
-# Implementations, of which each takes what it needs of a `CastCall`
+# Implementations. Each uses only the arguments of a `CastCall` that it needs.
 
 
 def fused_kernels(context: Context) -> str:
@@ -405,7 +405,7 @@ def by_product(call: CastCall) -> Results:
 
 
 def by_relu2(context: Context, kind: str, call: CastCall) -> Results:
-    """A fused ReLU^2, or its gradient, of which `call.x` is the oracle's result."""
+    """A fused ReLU^2 or its gradient. `call.x` is the oracle's result."""
     source = matrix_of(("values", "bf16"), "", context.seed).to(context.device)
     dy = source.t() if kind == "relu2 gradient" else None
     return _of_product(FusedInput("relu2", source, dy), call)

@@ -76,7 +76,8 @@ def positive(metrics: Metrics, key: str, after: int = 0) -> tuple[list[int], lis
 
 
 def timed(metrics: Metrics, key: str) -> tuple[list[int], list[float]]:
-    """The steps that the run itself timed, without those of a branch's origin, and their values."""
+    """The steps that the run itself timed, and their values. Steps of a branch's origin are left
+    out."""
     return positive(metrics, key, metrics.began)
 
 

@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"
 
 
 class SplitState(BaseModel):
-    """How far the files of a split are written."""
+    """The progress of writing the files of a split."""
 
     shards: list[Shard] = []  # finished
     bytes: int = 0  # of text, of all shards
@@ -119,7 +119,7 @@ class Writer:
 
     @property
     def states(self) -> dict[str, SplitState]:
-        """How far each split is written."""
+        """The progress of each split."""
         return {name: split.state for name, split in self.splits.items()}
 
     @property

@@ -50,8 +50,8 @@ from fp8stack.training.run_plans import ANY, Decided
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `--resume` names: a run, and the checkpoint of it if it names one. The run goes on in
-    `folder`, which is the run's own or, for a branch, another `--out`."""
+    """The run that `--resume` names, and its checkpoint if `--resume` names one. Training goes on
+    in `folder`, which is the run's own or, for a branch, another `--out`."""
 
     run: RunFolder
     named: Path | None
@@ -82,9 +82,9 @@ def find_run(
     config: RunConfig, resume: str | None, *, newest: bool = False
 ) -> tuple[RunConfig, Request | None]:
     """The run that `resume` names: "auto" for the run in `--out`, or the path of a run or of a
-    checkpoint, of which `newest` takes the run's newest one; None for a new run. `config` gets the
-    device and the timeout of that run, which are needed before its checkpoint is read, unless it
-    names its own. Raises a UserError if there is no run at the path."""
+    checkpoint (with `newest`, the run's newest one in its place); None for a new run. `config` gets
+    the device and the timeout of that run, which are needed before its checkpoint is read, unless
+    it names its own. Raises a UserError if there is no run at the path."""
     request = None if resume is None else _request(config, resume, newest)
     if request is not None:
         with suppress(UserError):
@@ -344,7 +344,7 @@ def restore(run: Run, resumption: Resumption) -> Run:
 def _for_branch(
     run: Run, checkpoint: Checkpoint, identity: Mapping[str, Any], *, same_phases: bool
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint with which the branch `run` begins, and notes.
+    """The first checkpoint of the branch `run`, and notes.
 
     In another recipe, FP8 scales and the guard are those of a new run; the counters of stochastic
     rounding go on. Unless phases and recipes are the checkpoint's, no quality check has ended the

@@ -602,7 +602,7 @@ def test_a_report_that_does_not_fit_is_refused(change, message, copy, refused):
 
 
 def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused, capsys):
-    """Without a key that came later, and with one that is gone."""
+    """Its report lacks a key that came later, and has one that is gone."""
     saved = report(copy)
     del saved["config"]["final_eval_windows"], saved["asked"]["adding"]
     saved["config"]["debug_steps"] = 0

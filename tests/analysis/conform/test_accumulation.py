@@ -88,8 +88,7 @@ def test_long_sums_of_positive_products_come_near_the_bound(format: str) -> None
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, operands: str, **fault: Any) -> Facts:
-    """The verdict on linears of which a model of tensor cores with a `fault` multiplies the
-    operands."""
+    """The verdict on linears whose operands a model of tensor cores with a `fault` multiplies."""
     bits, lost_columns = fault.get("bits", 13), fault.get("lost_columns", 0)
 
     def product(

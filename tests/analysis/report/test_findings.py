@@ -1,4 +1,4 @@
-"""What a report says of a run: findings, headline, and other recipes."""
+"""A report's findings, headline, and figures of other recipes."""
 
 from __future__ import annotations
 
