@@ -24,7 +24,7 @@ from fp8stack.layers.linear import (
     plain_linear,
 )
 from fp8stack.layers.operands import LayerOperands, RngState
-from fp8stack.layers.weight_changes import WeightChanges
+from fp8stack.layers.weight_changes import CachedWeight, WeightChanges, version_of
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import ComputeDtype
 
@@ -234,9 +234,21 @@ class Backend:
 
     @torch.no_grad()
     def cast_parameters(self) -> None:
-        """Call `cast_parameters` of the layers without FP8, in eager code."""
-        for layer in self._cast_layers:
-            layer.cast_parameters(changed=not self.weights.copied)
+        """Cast the parameters of the layers without FP8 to the compute dtype, together, for all
+        micro-batches of an optimizer step: those that may have changed. The copies are new tensors,
+        so that a backward pass may still read those before."""
+        changed = not self.weights.copied
+        stale = [
+            (layer, name, parameter)
+            for layer in self._cast_layers
+            for name, parameter in layer.stale_casts(changed)
+        ]
+        if not stale:
+            return
+        copies = [torch.empty_like(p, dtype=layer.compute_dtype) for layer, _, p in stale]
+        torch._foreach_copy_(copies, [parameter for *_, parameter in stale])
+        for (layer, name, parameter), copy in zip(stale, copies, strict=True):
+            layer.casts = {**layer.casts, name: CachedWeight(copy, version_of(parameter))}
 
     def prepare_sharding(self, module: nn.Module) -> None:
         """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2. A linear's

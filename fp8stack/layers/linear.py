@@ -8,9 +8,8 @@ and multiplies them, see `GemmOperand` and `GemmBackend`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -65,7 +64,7 @@ class LowPrecisionLayer(nn.Module):
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
         cached_weight: within `cached_weights`, the weight in the compute dtype.
-        casts: the parameters in the compute dtype, see `cast_parameters`.
+        casts: the parameters in the compute dtype, see `Backend.cast_parameters`.
         weight_changes: detects changes of parameters that `casts` has copies of; None: no copies
             are used.
     """
@@ -87,7 +86,7 @@ class LowPrecisionLayer(nn.Module):
         return self._parameters.get("weight")
 
     def in_compute_dtype(self, name: str) -> Tensor:
-        """The parameter `name` in the compute dtype: the copy of `cast_parameters`, or a new one.
+        """The parameter `name` in the compute dtype: the copy of `casts`, or a new one.
         Within `cached_weights`, a weight is cast once."""
         parameter: Tensor = getattr(self, name)
         copy: Tensor
@@ -110,17 +109,13 @@ class LowPrecisionLayer(nn.Module):
             return True
         return self.casts[name].version == version_of(self._parameters.get(name))
 
-    def cast_parameters(self, changed: bool) -> None:
-        """Cast the parameters to the compute dtype for all micro-batches of an optimizer step;
-        unless they have `changed`, only those whose version did. The copies are new tensors, so
-        that a backward pass may still read those before."""
-        casts = {}
+    def stale_casts(self, changed: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, by name, that `casts` has no copy of as they are; with `changed`, all."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 cached = None if changed else self.casts.get(name)
-                casts[name] = CachedWeight() if cached is None else cached
-                casts[name].get(parameter, partial(parameter.to, self.compute_dtype))
-        self.casts = casts
+                if cached is None or cached.version != version_of(parameter):
+                    yield name, parameter
 
     def name_at(self, path: str) -> str:
         """The layer's name in the plan and in the FP8 state, from its module path."""

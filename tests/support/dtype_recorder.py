@@ -128,11 +128,16 @@ class Recorder(TorchDispatchMode):
         if self._inside or (node is not None and node._sequence_nr() in self._of_attention):
             return out
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        copied: list[tuple[Tensor, Tensor]] = []
         if name.startswith("aten._to_copy"):
-            source, target = dtypes(tensors[0], out)
-            if source != target and tensors[0].is_floating_point() and "float64" not in source:
+            copied = [(tensors[0], out)]
+        elif name.startswith("aten._foreach_copy_"):
+            copied = [*zip(args[1], args[0], strict=True)]
+        for original, copy in copied:
+            source, target = dtypes(original, copy)
+            if source != target and original.is_floating_point() and "float64" not in source:
                 self.casts[source, target, _pass()] += 1
-        elif name.startswith(GEMMS):
+        if name.startswith(GEMMS):
             self._note_gemm(dtypes(*(tensors[1:3] if "addmm" in name else tensors[:2])), out)
         return out
 
