@@ -143,7 +143,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}
-    work = workload_of(config, model, sequences * context)
+    work = workload_of(config, model, sequences * context, hardware)
     details: Any = {"work": work, "without": unwanted_backends(config)}
     for name in presets.training_recipes():  # with substitutions allowed
         plan = plan_for(model, name, hardware, config.backend, **details)

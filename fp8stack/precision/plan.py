@@ -452,7 +452,9 @@ def _step_times(plan: Plan, work: Workload | None) -> tuple[StepTime, ...]:
         return ()
     dtypes = plan.compute_dtype, "fp8" if plan.recipe.fp8_attention else plan.attention
     return tuple(
-        step_time(plan.layers, work, gpu, dtype=dtypes[0], attention=dtypes[1])
+        step_time(
+            plan.layers, work, gpu, dtype=dtypes[0], attention=dtypes[1], by_te=plan.backend == "te"
+        )
         for gpu in _gpus_of(plan)
     )
 

@@ -31,7 +31,7 @@ CAST_RATES = (1.14e12, 2.0e12)
 HOST_BLOCK_S = {"bf16": 3.7e-3, "fp8": 5.2e-3}
 """Seconds in which the host launches the two passes of a compiled block (four linears) without CUDA
 graphs. In FP8 measured with an H100, in delayed scaling; in bf16 at most this, which is all of a
-measured step but AdamW. CUDA graphs, which no GPU has timed yet, may need next to nothing."""
+measured step but AdamW. With CUDA graphs, which no GPU has timed yet, the host is not counted."""
 LEAST_GEMM_S = 11.4e-6
 """A GEMM that takes less than this in bf16 does not fill a GPU, and FP8 does not shorten it."""
 
@@ -50,6 +50,7 @@ class Workload:
         parameters: parameters that AdamW updates on this GPU.
         active: the mean share of tokens that an expert receives.
         recompute: the activation checkpointing.
+        graphed: whether passes are replayed as CUDA graphs, except by Transformer Engine.
     """
 
     tokens: int
@@ -60,6 +61,7 @@ class Workload:
     parameters: float = 0
     active: float = 1.0
     recompute: Literal["none", "selective", "block"] = "none"
+    graphed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class StepTime:
         step_ms: milliseconds of the step.
         base_ms: milliseconds of the same step without FP8, in the dtype `base`.
         ratio: `step_ms` over `base_ms` in equal conditions; 1 for a step without FP8.
-        host_ms: milliseconds in which the host launches the step without CUDA graphs.
+        host_ms: milliseconds in which the host launches the step, 0 with CUDA graphs.
         base: the compute dtype.
     """
 
@@ -157,6 +159,7 @@ def step_time(
     *,
     dtype: str = "bf16",
     attention: str = "bf16",
+    by_te: bool = False,
 ) -> StepTime:
     """Predict a step of a model with these linear layers. None of them may be emulated.
 
@@ -166,12 +169,15 @@ def step_time(
         gpu: the GPU.
         dtype: the compute dtype, of layers that are not in FP8.
         attention: the dtype of attention; "fp8" for attention in FP8.
+        by_te: whether Transformer Engine runs the layers, which is not replayed as CUDA graphs.
     """
     rates = rates_of(gpu, dtype, attention, work.head_width)
     base_rates = rates_of(gpu, dtype, dtype if attention == "fp8" else attention, work.head_width)
     fp8_linears = sum(layer.fp8 for layer in layers)
     base_host = len(layers) * HOST_BLOCK_S["bf16"] / 4
     host = base_host + fp8_linears * (HOST_BLOCK_S["fp8"] - HOST_BLOCK_S["bf16"]) / 4
+    if work.graphed:
+        base_host, host = 0.0, host if by_te else 0.0
     base_pass, base_once = _gpu_seconds(layers, work, base_rates, None)
     steps, bases, ratios = [], [], []
     gpu_seconds = [_gpu_seconds(layers, work, rates, casts) for casts in rates.casts]
@@ -196,9 +202,11 @@ def step_time(
 def layer_ratio(layer: LayerPlan, work: Workload, gpu: Gpu, dtype: str = "bf16") -> Range:
     """The time of a linear's GEMMs and casts in FP8, over its time in `dtype`."""
     rates = rates_of(gpu, dtype)
-    (base, _), accumulate = _layer_seconds(layer, work, rates, None), work.accumulate
-    seconds = (_layer_seconds(layer, work, rates, casts) for casts in rates.casts)
-    return _range([(in_pass + once / accumulate) / base for in_pass, once in seconds])
+    base, *fp8 = (
+        in_pass + once / work.accumulate
+        for in_pass, once in (_layer_seconds(layer, work, rates, c) for c in (None, *rates.casts))
+    )
+    return _range([seconds / base for seconds in fp8])
 
 
 def layer_doubt(layer: LayerPlan, work: Workload, gpus: Sequence[Gpu], dtype: str = "bf16") -> str:
@@ -297,9 +305,10 @@ def _layer_seconds(
     in_block = layer.name.startswith("blocks.")
     gemms, _, kernels = _RECOMPUTED[work.recompute if in_block else "none"]
     half = 2 * rows * matrix / rates.half
-    # w is rounded to bf16 and its gradient back, in each micro-batch.
+    # The gradient of a cast of w is cast back in each micro-batch, and w once.
+    cast = 6 * weights / rates.memory
     if layer.quantizers is None or casts is None:
-        return 3 * gemms * half + 12 * weights / rates.memory, 0.0
+        return 3 * gemms * half + cast, cast
     seconds = 0.0
     for gemm in layer.quantizers.gemms:
         if gemm in layer.plain_gemms:
@@ -308,7 +317,7 @@ def _layer_seconds(
         low = rates.fp4 if _is_fp4(layer.quantizers, gemm) else rates.fp8
         seconds += gemms * max(half * rates.half / low, min(half, LEAST_GEMM_S))
     if "wgrad" in layer.plain_gemms:
-        seconds += 6 * weights / rates.memory
+        seconds += cast
     operands: tuple[tuple[Operand, int], ...] = (
         ("input", layer.in_features),
         ("grad_output", layer.out_features),
@@ -326,8 +335,8 @@ def _gpu_seconds(
     """Seconds of the GPU per micro-batch, and once per step; `casts` as for `_layer_seconds`."""
     _, attention, kernels = _RECOMPUTED[work.recompute]
     moved = kernels * work.moved_bytes
-    if work.accumulate > 1:  # the sum of the gradients is read and written, a gradient read
-        moved += 12 * work.parameters
+    # Later micro-batches read a gradient, and read and write the sum.
+    moved += 12 * work.parameters * (1 - 1 / work.accumulate)
     in_pass = attention * work.attention_flops / rates.attention + moved / rates.memory
     # AdamW: the gradients' norm reads 4 bytes per parameter; then weight, gradient and two moments
     # are read and written, all float32.

@@ -19,6 +19,7 @@ from fp8stack.layers.kernels.replay import records
 from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.training.run import Run
+from fp8stack.training.run_plans import graph_obstacle
 
 WARM_UP = 2
 """Steps that run eagerly before their passes are recorded: kernels are compiled and tuned, and
@@ -27,19 +28,13 @@ tensors that last are allocated."""
 
 def obstacle(run: Run) -> str:
     """The reason that the passes of a run are not recorded; "" if they are."""
-    config = run.config
     reasons = {
         "only GPUs of NVIDIA have them": not records(run.accelerator.device),
         "training is not compiled": not run.compiled,
-        "cuda_graphs is false": not config.cuda_graphs,
         "Transformer Engine's modules run Python code in each pass": run.plan.backend == "te",
-        "there are several ranks, and their collectives are not recorded": run.ranks.count > 1,
-        "the host reads the load of experts": run.model.config.experts is not None,
-        "dropout draws new masks": run.model.config.dropout > 0,
-        "attention within documents makes new masks": config.document_mask,
-        "blocks are recomputed": config.activation_checkpointing != "none",
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    by_config = graph_obstacle(run.config, run.model.config, run.ranks.count)
+    return next((reason for reason, holds in reasons.items() if holds), by_config)
 
 
 class CudaRecorder:

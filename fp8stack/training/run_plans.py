@@ -244,7 +244,7 @@ def plan_recipe(
         "without": unwanted_backends(config),
         "compute_dtype": decided.compute_dtype,
     }
-    work = None if left_out is not None else workload_of(config, model, tokens)
+    work = None if left_out is not None else workload_of(config, model, tokens, hardware)
     plan = plan_for(model, requested, hardware, work=work, left_out=left_out, **settings)
     if recipe == "auto" and plan.is_fp8 and not decided.auto_in_fp8:
         left_out = dict.fromkeys((layer.name for layer in plan.layers), BEGAN_WITHOUT_FP8)
@@ -255,18 +255,33 @@ def plan_recipe(
     return replace(plan, reasons=(*plan.reasons, note)) if note else plan
 
 
-def workload_of(config: RunConfig, model: GPTConfig, tokens: int) -> Workload:
+def workload_of(config: RunConfig, model: GPTConfig, tokens: int, hardware: Hardware) -> Workload:
     """A training step of a run on one rank, whose micro-batches have `tokens` tokens."""
     context = context_of(config, model)
-    ranks = config.batch * context // (config.accumulate * tokens)
-    return workload(
+    ranks = max(1, config.batch * context // (config.accumulate * tokens))
+    compiles = config.compile or (config.compile is None and not hardware.compiler_problem)
+    work = workload(
         model,
         tokens,
         context=context,
         accumulate=config.accumulate,
         recompute=config.activation_checkpointing,
-        shards=max(1, ranks) if config.parallel == "fsdp" else 1,
+        shards=ranks if config.parallel == "fsdp" else 1,
     )
+    return replace(work, graphed=compiles and not graph_obstacle(config, model, ranks))
+
+
+def graph_obstacle(config: RunConfig, model: GPTConfig, ranks: int) -> str:
+    """The reason that no passes of such a run are recorded as CUDA graphs; "" if there is none."""
+    reasons = {
+        "cuda_graphs is false": not config.cuda_graphs,
+        "there are several ranks, and their collectives are not recorded": ranks > 1,
+        "the host reads the load of experts": model.experts is not None,
+        "dropout draws new masks": model.dropout > 0,
+        "attention within documents makes new masks": config.document_mask,
+        "blocks are recomputed": config.activation_checkpointing != "none",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def unwanted_backends(config: RunConfig) -> dict[str, str]:

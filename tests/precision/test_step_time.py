@@ -187,12 +187,14 @@ def linear(inputs: int, outputs: int, recipe: str = "delayed", name: str = "line
     )
 
 
-def test_a_layers_ratio_by_hand():
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_layers_ratio_by_hand(accumulate):
     tokens, k, n = 16384, 1600, 4800
-    casts = [4 * tokens * (k + n) / rate + 6 * k * n / rate for rate in (1.14e12, 2.0e12)]
+    weights = 6 * k * n / accumulate  # bytes of a cast of w, which is for all micro-batches
+    casts = [(4 * tokens * (k + n) + weights) / rate for rate in (1.14e12, 2.0e12)]
     gemms = 2 * tokens * k * n * (1 / 1255e12 + 2 / 1202e12)
-    base = 6 * tokens * k * n / 748e12 + 12 * k * n / 2.60e12
-    work = Workload(tokens=tokens)
+    base = 6 * tokens * k * n / 748e12 + (weights + 6 * k * n) / 2.60e12  # and of the gradient
+    work = Workload(tokens=tokens, accumulate=accumulate)
     ratio = layer_ratio(linear(k, n), work, H100)
     assert ratio.high == pytest.approx((gemms + casts[0]) / base)
     assert ratio.low == pytest.approx((gemms + casts[1]) / base)
@@ -246,7 +248,6 @@ def test_the_verdict_is_of_the_whole_range():
 
 
 def test_the_host_is_as_slow_as_its_linears_are_many():
-    """Without CUDA graphs; with them it may need next to nothing."""
     config = load_config("gpt2-124m")
     time = timed(config, "delayed", 1024)
     host_ms = 1000 * (12 * HOST_BLOCK_S["fp8"] + HOST_BLOCK_S["bf16"] / 4)  # and the head
@@ -257,19 +258,38 @@ def test_the_host_is_as_slow_as_its_linears_are_many():
     assert time.verdict == "too close to tell"
 
 
+@pytest.mark.parametrize(
+    ("has_te", "key", "waits", "base_waits"),
+    [
+        (False, "cuda_graphs=true", False, False),
+        (False, "cuda_graphs=false", True, True),
+        (False, "compile=false", True, True),
+        (False, "activation_checkpointing=block", True, True),
+        (True, "cuda_graphs=true", True, False),  # Transformer Engine's passes are not recorded
+    ],
+)
+def test_the_host_limits_steps_that_are_not_replayed_as_cuda_graphs(has_te, key, waits, base_waits):
+    flags = {"model": "gpt2-124m", "recipe": "delayed", "batch": 2}
+    parsed = parse_config(None, flags, ["model.layers=2", key])
+    (time,) = table_for(parsed, machine_for(None, has_te, gpu="H100")).plan.times
+    assert (time.host_ms > 0) == waits
+    assert (time.step_ms.high > 2 * HOST_BLOCK_S["fp8"] * 1000) == waits
+    assert (time.base_ms.high > 2 * HOST_BLOCK_S["bf16"] * 1000) == base_waits
+
+
 def test_a_step_is_its_micro_batches_and_once_the_optimizer_and_the_casts_of_weights():
     config, rates = load_config("llama-1b"), rates_of(H100, head_width=64)
     plan = plan_for(config, "delayed", on("H100"))
-    four, two = (
-        step_time(plan.layers, workload(config, 32768, accumulate=count), H100) for count in (4, 2)
+    four, two, single = (
+        step_time(plan.layers, workload(config, 32768, accumulate=n), H100) for n in (4, 2, 1)
     )
     summed = 12 * config.parameters() / rates.memory
     one_pass = _gpu_seconds(plan.layers, workload(config, 32768), rates, 2e12)[0]
     base = _gpu_seconds(plan.layers, workload(config, 32768), rates, None)[0]
     shared = (1 / EFFICIENCY[1] - 1) * (base + summed)
-    assert four.step_ms.low - two.step_ms.low == pytest.approx(
-        2000 * (one_pass + summed + shared), rel=1e-6
-    )
+    later_ms = 1000 * (one_pass + summed + shared)
+    assert two.step_ms.low - single.step_ms.low == pytest.approx(later_ms, rel=1e-6)
+    assert four.step_ms.low - two.step_ms.low == pytest.approx(2 * later_ms, rel=1e-6)
 
 
 def test_fsdp_shares_out_the_optimizer_and_checkpointing_takes_time():
@@ -334,14 +354,15 @@ def test_plan_auto_estimate_and_the_module_give_one_answer(model, gpu, batch, re
     parsed = parse_config(None, flags, ["model.layers=2"])
     config, machine = load_config(model, {"layers": 2}), on(gpu)
     work = workload(config, batch * config.context, accumulate=2)
+    work = dataclasses.replace(work, graphed=config.experts is None)
     planned = plan_for(config, recipe, machine, work=work)
     (expected,) = planned.times
     assert table_for(parsed, machine).plan.times == (expected,)
     (phase,) = answer(parsed, machine, 1, None).phases
     assert phase.plan.times == (expected,)
     assert phase.plan.layers == planned.layers
-    dtype = planned.compute_dtype
-    assert step_time(planned.layers, work, gpu_named(gpu), dtype=dtype) == expected
+    dtype, by_te = planned.compute_dtype, planned.backend == "te"
+    assert step_time(planned.layers, work, gpu_named(gpu), dtype=dtype, by_te=by_te) == expected
     if recipe == "auto":  # is FP8 exactly if that surely pays
         assert planned.is_fp8 == planned.runs_fp8 == (expected.verdict == "FP8 pays")
 
