@@ -181,6 +181,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
         memory=memory,
         memory_of=whose,
         largest=largest,
+        micro_batches=footprint.fewest(trained, checkpointing, memory or 0),
     )
 
 

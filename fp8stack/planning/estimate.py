@@ -53,6 +53,8 @@ class Answer:
         recipes: the precision and the peak of other recipes in the whole run.
         memory: in bytes, None if not known; `memory_of` names its source.
         largest: the most sequences per step that fit, by checkpointing; empty without `memory`.
+        micro_batches: the fewest into which the run's batch can be divided so that they fit; 0 if
+            none do, or without `memory`.
     """
 
     run: Mapping[str, str | int]
@@ -63,6 +65,7 @@ class Answer:
     memory: int | None = None
     memory_of: str = ""
     largest: Mapping[Recompute, int] = field(default_factory=dict)
+    micro_batches: int = 0
 
     def peak(self, kind: Recompute) -> int:
         """The peak of the worst phase."""
@@ -154,6 +157,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "memory": answer.memory,
         "memory_of": answer.memory_of,
         "largest_batch": dict(answer.largest),
+        "micro_batches": answer.micro_batches,
         "fits": None if answer.memory is None else answer.peak(kind) <= answer.memory,
         "not_counted": NOT_COUNTED,
     }
@@ -205,6 +209,9 @@ def sentences(answer: Answer) -> list[str]:
         whose = f"{gib(answer.memory)} ({answer.memory_of})"
         fits = "fits" if answer.peak(kind) <= answer.memory else "does not fit"
         lines.append(f"The batch asked for {fits} into {whose}.")
+        if count := answer.micro_batches:
+            flags = f"--batch {answer.run['batch']} --accumulate {count}"
+            lines.append(f"Its largest micro-batches that fit: {flags}")
         if not answer.largest[kind]:
             lines.append(answer.remedy())
     return [*lines, NOT_COUNTED]

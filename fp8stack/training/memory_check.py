@@ -2,7 +2,6 @@
 memory of this machine."""
 
 import ctypes
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -96,6 +95,17 @@ class Footprint:
         """The largest micro-batch of a rank that fits into `memory` bytes; 0 if none does."""
         return largest_batch(lambda count: self.peak(plans, kind, count), memory)
 
+    def fewest(self, plans: Sequence[Plan], kind: Recompute, memory: int) -> int:
+        """The fewest equal micro-batches of the run's batch that fit into `memory` bytes; 0 if none
+        do."""
+        share = self.config.batch // self.ranks
+        if self.accumulating(1).peak(plans, kind, share) <= memory:
+            return 1
+        # Gradients stay from one micro-batch to the next.
+        largest = self.accumulating(2).largest(plans, kind, memory)
+        counts = (n for n in range(2, share + 1) if share % n == 0 and share // n <= largest)
+        return next(counts, 0)
+
 
 def require_memory(
     footprint: Footprint,
@@ -128,11 +138,9 @@ def require_memory(
             f"Choose a smaller model or --context{lower}. (--set check_memory=false skips this "
             "check.)"
         )
-    # Gradients stay from one micro-batch to the next.
-    alone, several = (footprint.accumulating(n).largest(plans, kind, free) for n in (1, 2))
-    counts = (n for n in range(2, share + 1) if share % n == 0 and share // n <= several)
-    ways = [f"--batch {config.batch} --accumulate {n}" for n in itertools.islice(counts, 1)]
-    if alone:
+    count = footprint.fewest(plans, kind, free)
+    ways = [f"--batch {config.batch} --accumulate {count}"] if count else []
+    if alone := footprint.accumulating(1).largest(plans, kind, free):
         ways.append(f"--batch {alone * ranks}{' --accumulate 1' * (config.accumulate > 1)}")
     raise UserError(
         f"Model {config.model} needs about {_gib(needed)} for {share // config.accumulate} "

@@ -375,6 +375,28 @@ def test_one_sequence_more_than_the_largest_batch_does_not_fit(estimated):
         assert peaks[0] <= table["memory"] < peaks[1]
 
 
+@pytest.mark.parametrize("memory_gib", [0.02, 0.05, 0.1, 0.2, 10])
+def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
+    memory_gib, estimated, command, capsys
+):
+    arguments = ["--capability", "none", "--recipe", "bf16", "--memory", str(memory_gib)]
+    arguments += ["--batch", "96", "--accumulate", "32"]
+    config, memory = load_config("gpt-nano"), memory_gib * 2**30
+    setting = Setting(
+        config=config, plan=plan_for(config, "bf16", CPU), sequences=1, context=config.context
+    )
+    counts = [
+        count
+        for count in range(1, 97)
+        if 96 % count == 0
+        and estimate(replace(setting, sequences=96 // count, micro_batches=count)).peak <= memory
+    ]
+    assert estimated(*arguments)["micro_batches"] == min(counts, default=0)
+    assert command("estimate", *arguments) == 0
+    proposal = f"--batch 96 --accumulate {min(counts, default=0)}\n"
+    assert (proposal in capsys.readouterr().out) == bool(counts)
+
+
 def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(estimated):
     arguments = ["--model", "gpt2-124m", "--capability", "8.0", "--batch", "8", "--recipe"]
     table = estimated(*arguments, "bf16")

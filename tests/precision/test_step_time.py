@@ -334,6 +334,8 @@ class NoMemory:
     def largest(self, *_: object) -> int:
         return 0
 
+    fewest = largest
+
     def estimates(self, plans: list[Plan], *_: object) -> list[Any]:
         return [SimpleNamespace(peak=0)] * len(plans)
 

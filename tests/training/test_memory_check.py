@@ -10,7 +10,7 @@ import torch
 
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
-from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.run_config import RunConfig, parse_config
 from fp8stack.precision import Hardware, system_memory
 from fp8stack.precision.system_memory import available_memory
 from fp8stack.training.memory_check import (
@@ -20,6 +20,7 @@ from fp8stack.training.memory_check import (
     require_memory,
 )
 from fp8stack.training.metrics import allocations
+from fp8stack.training.run_plans import plan_run
 from fp8stack.training.setup import build
 from tests.conftest import TINY
 from tests.faults.processes import in_ranks
@@ -72,6 +73,19 @@ def test_gradients_that_stay_between_micro_batches_are_part_of_the_advice(free_g
     assert ways
     for batch, accumulate in ways:
         assert footprint(batch=int(batch), accumulate=int(accumulate))[2] <= free
+
+
+@pytest.mark.parametrize(
+    "model", ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-1b", "olmoe-7b"]
+)
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_the_micro_batches_of_presets_fit_into_80_gb(model, recipe):
+    ranks, parallel = (8, "fsdp") if model == "olmoe-7b" else (1, "ddp")
+    config = parse_config(None, {"model": model, "recipe": recipe, "parallel": parallel})
+    planned = plan_run(config, H100, ranks, will_train=False)
+    of = Footprint(planned.config, planned.model, planned.context, ranks)
+    sequences = planned.config.batch // planned.config.accumulate // ranks
+    assert of.peak(planned.trained, "none", sequences) <= 80e9
 
 
 def test_a_close_call_is_let_through_and_so_is_whoever_insists():

@@ -407,7 +407,7 @@ def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is
     assert config.model_overrides["dropout"] == 0.1
     assert config.init_from == f"hf:{llama.resolve()}"
     config = with_source(parse_config(None, {}), replace(source, shape=load_config("gpt2-124m")))
-    assert (config.batch, config.accumulate, for_ranks(config, 8).accumulate) == (512, 32, 4)
+    assert (config.batch, config.accumulate, for_ranks(config, 8).accumulate) == (512, 8, 1)
 
 
 def test_dropout_and_keys_without_meaning_here_are_told(tmp_path):
