@@ -42,7 +42,7 @@ def test_flags_and_the_run_file_win_and_a_preset_is_not_given(tmp_path):
     (tmp_path / "run.toml").write_text('model = "gpt2-124m"\nlr = 0.5\n')
     config = parse_config(str(tmp_path / "run.toml"), {"warmup_steps": 7}, ["beta2=0.99"])
     assert (config.lr, config.warmup_steps, config.beta2) == (0.5, 7, 0.99)
-    assert (config.batch, config.accumulate) == (512, 8)
+    assert (config.batch, config.accumulate) == (512, 16)
     assert set(config.given) == {"model", "lr", "warmup_steps", "beta2"}
     assert parse_config(None, {"model": "gpt2-124m", "batch": 7}).accumulate == 1
     # A short run warms up for a tenth of it.
@@ -61,12 +61,12 @@ def test_a_key_that_no_longer_exists_is_named_and_ignored(key, tmp_path, capsys)
         assert capsys.readouterr().err.endswith(warning)
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 8), (4, 2), (64, 1), (3, 8)])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 16), (4, 4), (64, 1), (3, 16)])
 def test_ranks_share_the_micro_batches_of_a_preset(ranks, accumulate):
     config = for_ranks(parse_config(None, {"model": "gpt2-124m"}), ranks)
     assert config.accumulate == accumulate
-    explicit = parse_config(None, {"model": "gpt2-124m", "accumulate": 16})
-    assert for_ranks(explicit, ranks).accumulate == 16
+    explicit = parse_config(None, {"model": "gpt2-124m", "accumulate": 8})
+    assert for_ranks(explicit, ranks).accumulate == 8
 
 
 @pytest.mark.parametrize(
