@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -213,13 +213,17 @@ class Backend:
         self.weights.watch(self._cast_layers)
         model.register_forward_pre_hook(self._cast_before_pass)
 
-    def _share_casts(self, model: nn.Module) -> None:
-        """Make the layers of `model` without FP8 use the copies of `cast_parameters`."""
+    def _share_casts(
+        self, model: nn.Module, quantized_layers: Iterable[LowPrecisionLayer] = ()
+    ) -> None:
+        """Make the layers of `model` without FP8, and the biases of `quantized_layers`, use the
+        copies of `cast_parameters`."""
         self._cast_layers = [
             layer
             for layer in model.modules()
             if isinstance(layer, CastLinear) or type(layer) is GroupedLinear
         ]
+        self._cast_layers += quantized_layers
         for layer in self._cast_layers:
             layer.weight_changes = self.weights
 
@@ -234,9 +238,9 @@ class Backend:
 
     @torch.no_grad()
     def cast_parameters(self) -> None:
-        """Cast the parameters of the layers without FP8 to the compute dtype, together, for all
-        micro-batches of an optimizer step: those that may have changed. The copies are new tensors,
-        so that a backward pass may still read those before."""
+        """Cast biases, and the weights of layers without FP8, to the compute dtype, together, for
+        all micro-batches of an optimizer step: those that may have changed. The copies are new
+        tensors, so that a backward pass may still read those before."""
         changed = not self.weights.copied
         stale = [
             (layer, name, parameter)
@@ -257,7 +261,7 @@ class Backend:
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
         for cast_layer in self._cast_layers:
-            cast_layer.weight_changes = None
+            cast_layer.casts = {}
         self._cast_layers = []
         for layer in module.modules():
             if type(layer) is CastLinear and layer.compute_dtype != torch.float32:
