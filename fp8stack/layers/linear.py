@@ -400,8 +400,9 @@ def multiply_forward(
         w_rowwise, w_columnwise = backend.gathered_copies(gathered, quantizers["weight"], False)
     else:
         w_rowwise, w_columnwise = quantizers["weight"].cast(weight, needs_dx, call)
-    if bias is not None and (copy := layer.existing_cast("bias")) is not None:
-        bias = copy
+    if bias is not None and layer.casts:
+        copy = layer.existing_cast("bias")
+        bias = bias if copy is None else copy
     y = backend.matmul(x_rowwise, w_rowwise, layer.compute_dtype, bias=bias, fast_accumulation=True)
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
