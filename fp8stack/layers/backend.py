@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -213,17 +213,13 @@ class Backend:
         self.weights.watch(self._cast_layers)
         model.register_forward_pre_hook(self._cast_before_pass)
 
-    def _share_casts(
-        self, model: nn.Module, quantized_layers: Iterable[LowPrecisionLayer] = ()
-    ) -> None:
-        """Make the layers of `model` without FP8, and the biases of `quantized_layers`, use the
-        copies of `cast_parameters`."""
+    def _share_casts(self, model: nn.Module) -> None:
+        """Make the layers of `model` use the copies of `cast_parameters`."""
         self._cast_layers = [
             layer
             for layer in model.modules()
-            if isinstance(layer, CastLinear) or type(layer) is GroupedLinear
+            if isinstance(layer, LowPrecisionLayer) and layer.cast_names
         ]
-        self._cast_layers += quantized_layers
         for layer in self._cast_layers:
             layer.weight_changes = self.weights
 

@@ -63,7 +63,7 @@ class LowPrecisionLayer(nn.Module):
         was_called: whether eager code called the layer since the weight was loaded.
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
-        cast_names: the parameters that `Backend.cast_parameters` casts.
+        cast_names: the names of the parameters that `Backend.cast_parameters` casts.
         casts: parameters in the compute dtype, by name.
         weight_changes: whether `casts` may be used; None: each copy while its version is current.
     """
@@ -75,7 +75,7 @@ class LowPrecisionLayer(nn.Module):
     compute_dtype: torch.dtype
     delayed: DelayedScaling | None = None
     transposed = False
-    cast_names: tuple[str, ...] = ("weight", "bias")
+    cast_names: tuple[str, ...] = ()
     casts: Mapping[str, CachedWeight] = MappingProxyType({})
     weight_changes: WeightChanges | None = None
 
@@ -107,7 +107,7 @@ class LowPrecisionLayer(nn.Module):
         """The parameters, by name, that `casts` has no copy of as they are; with `changed`, all."""
         for name in self.cast_names:
             parameter = self._parameters.get(name)
-            if parameter is not None:
+            if parameter is not None and parameter.dtype != self.compute_dtype:
                 cached = None if changed else self.casts.get(name)
                 if cached is None or cached.version != version_of(parameter):
                     yield name, parameter
@@ -268,6 +268,7 @@ class CastLinear(LowPrecisionLinear):
     """A linear that casts its operands to the compute dtype; no FP8."""
 
     in_fp8 = False
+    cast_names = ("weight", "bias")
     multiply = LowPrecisionLinear.multiply_plain
 
 
@@ -498,7 +499,7 @@ class QuantizedLayer(LowPrecisionLayer):
     """
 
     in_fp8 = True
-    cast_names = ("bias",)
+    cast_names = ()
     weight: Any
     bias: Any
 

@@ -480,9 +480,9 @@ class TorchBackend(Backend):
         ]
         for layer in self._layers:  # the operand refers to the layer that `convert` built on meta
             layer.quantizers["weight"].layer = layer
-        # Scaled GEMMs add a bias of the output's dtype, other GEMMs one of the parameter's.
-        scaled = (layer for layer in self._layers if layer.quantizers["input"].casts[0])
-        self._share_casts(model, scaled)
+            # Scaled GEMMs add a bias of the output's dtype, other GEMMs one of the parameter's.
+            layer.cast_names = ("bias",) if layer.quantizers["input"].casts[0] else ()
+        self._share_casts(model)
         model.register_forward_pre_hook(self._cache_weights)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:

@@ -31,7 +31,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     weights: list[Any] = [getattr(layer, "quantizers", {}).get("weight") for layer in layers]
     emulated = [operand for operand in weights if type(operand) is EmulatedOperand]
     for layer in before:
-        weight = layer.stored_weight
+        weight = layer._parameters.get("weight")
         if type(weight) is nn.Parameter:  # else it is computed at each call
             cast = CachedWeight(weight.detach().to(layer.compute_dtype), version_of(weight))
             layer.casts, layer.weight_changes = {"weight": cast}, None
