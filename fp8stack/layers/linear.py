@@ -499,7 +499,7 @@ class QuantizedLayer(LowPrecisionLayer):
     """
 
     in_fp8 = True
-    cast_names = ()
+    cast_names: tuple[str, ...] = ()
     weight: Any
     bias: Any
 
