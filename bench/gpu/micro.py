@@ -317,7 +317,7 @@ def tiled_product(
     outputs: Row = {"columnwise": True, "record": True, "sums": sums}
     variant = fused_casts.product_variant(product, Quantizer(format=format), exact, **outputs)
     variant = replace(variant, rows=high, columns=wide)
-    down, right = -(-len(x) // high), -(-width // wide)
+    down, right = -(-len(x) // high), -(-width // wide) * (columns // width)
     data, transposed = x.new_empty((2, len(x) * columns), dtype=torch.uint8)
     amaxes, total = x.new_empty(down * right).float(), x.new_empty(down, columns).float()
     inputs = x, x if product.dy is None else product.dy, scale
@@ -337,9 +337,10 @@ def tiled_transpose(codes: Tensor, tile: tuple[int, int, int]) -> Call:
 
     (rows, columns), (side, _, warps) = codes.shape, tile
     result = codes.new_empty(columns, rows)
-    options = variants.OPTIONS | {"num_warps": warps, "SIZE": side}
+    options = variants.OPTIONS | {"num_warps": warps, "SIZE": side, "IN_GROUP": 4}
     tile_count = -(-rows // side) * -(-columns // side)
-    launch = partial(kernel[(tile_count,)], codes, result, rows, columns, **options)
+    sizes = rows, columns, *codes.stride()
+    launch = partial(kernel[(tile_count,)], codes, result, *sizes, **options)
     return checked(launch, (result, codes.t()))
 
 

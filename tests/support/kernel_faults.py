@@ -33,8 +33,8 @@ class Fault(NamedTuple):
 OURS, NVFP4, GENERATED = "triton_kernels", "triton_nvfp4", "inductor"
 
 DELAYED = [
-    # The amax leaves the second half out, ignores negative values, is of rounded values.
-    Fault(OURS, "largest = tl.maximum(largest, second)", "pass"),
+    # The amax leaves the first half out, ignores negative values, is of rounded values.
+    Fault(OURS, "(amaxes + tile, tl.max(largest))", "(amaxes + tile, half * tl.max(largest))"),
     Fault(OURS, "values, tl.abs(values), 0.0)", "values, values, 0.0)"),
     Fault(OURS, "(amaxes + tile, tl.max(largest))", "(amaxes + tile, tl.max(largest) * 0.9375)"),
     # Casts: a bit less, towards zero, another scale, a larger bound.
@@ -58,13 +58,13 @@ DELAYED = [
     # The transpose: a row that belongs to its neighbour, and rows that are left out.
     Fault(
         OURS,
-        "tl.store(line + quad, packed",
-        "tl.store(line + quad // 2, packed",
+        "tl.store(line + group, packed",
+        "tl.store(line + group // 2, packed",
     ),
-    Fault(OURS, "tl.store(line + quad, packed, mask=(quad < stride) & in_width)", "pass"),
-    Fault(OURS, "<< (8 * row_index)", "<< (24 - 8 * row_index)"),
-    Fault(OURS, "tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)",
-          "tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=row < rows - 1)"),
+    Fault(OURS, "tl.store(line + group, packed, mask=(group < stride) & in_width)", "pass"),
+    Fault(OURS, "(packed >> 8) |", "(packed >> 16) |"),
+    Fault(OURS, "tl.store(line + group, packed, mask=inside)",
+          "tl.store(line + group, packed, mask=group < stride - 1)"),
     # Generated kernels: bounds, a sum and a maximum over rows, masks, places, roundings.
     Fault(GENERATED, "448.0", "96.0"),
     Fault(GENERATED, "9.999999747378752e-06", "1.0e-02"),

@@ -23,6 +23,7 @@ _BYTE_STORE = re.compile(r"STG\S*\.U8\b.*, (R\d+)$")
 _UPPER = re.compile(
     r"(?:IMAD\.U32|IMAD\.SHL\.U32) (R\d+), (R\d+), 0x10000|SHF\.L\.U32 (R\d+), (R\d+), 0x10,"
 )
+_FUNNEL = re.compile(r"SHF\.L\.W\.U32\.HI (R\d+), (R\w+), (0x[0-9a-f]+), (R\w+)")
 _MASK = re.compile(r"LOP3\.LUT ([RP]\d+), (?:RZ, )?(R\d+), (0x[0-9a-f]+), RZ, 0x(c0|fc)")
 _STACK_MOVE = re.compile(
     r"(?:STL(\S*) \[R1(\+0x[0-9a-f]+)?\], (R\w+)|LDL(\S*) (R\d+), \[R1(\+0x[0-9a-f]+)?\])"
@@ -138,6 +139,9 @@ def _executed(row: Instruction, state: int) -> tuple[int, list[str]]:
         reads[match[1]] = bits(match[1]) & 0xFF
     elif match := _UPPER.match(row.text):
         results[_number(match[1] or match[3])] = (bits(match[2] or match[4]) & 0xFFFF) << 16
+    elif match := _FUNNEL.match(row.text):  # the upper word of two that are shifted to the left
+        moved = (bits(match[4]) << 32 | bits(match[2])) << int(match[3], 16) % 32
+        results[_number(match[1])] = moved >> 32 & _WORD
     elif match := _MOVES.match(row.text):
         results[_number(match[1] or match[2])] = bits(match[3])
     elif match := _MASK.match(row.text):

@@ -46,7 +46,7 @@ TILES = {
     "none": Tile(64, 64, 4),
     "given": Tile(64, 64, 4),
     "mx": Tile(64, 64, 4),
-    "rows": Tile(BLOCK, BLOCK, 16),
+    "rows": Tile(BLOCK, BLOCK, 8),
 }
 """The tile for each kind of scales, see `KernelVariant.scales`: by the registers that ptxas gives a
 thread, not measured on a GPU. With float32 scales of blocks a tile is a block, high and wide."""
@@ -341,7 +341,7 @@ def _tiles(source: FusedInput, quantizer: Quantizer | None) -> tuple[int, int]:
         return 1, 1
     tile = TILES[_scales(quantizer)]
     tiles_high = torch.sym_max(1, -(-source.shape[0] // tile.rows))  # type: ignore[no-untyped-call]
-    return tiles_high, -(-_width(source) // tile.columns)
+    return tiles_high, -(-_width(source) // tile.columns) * _halves(source)
 
 
 def _scales(quantizer: Quantizer | None) -> str:
@@ -356,8 +356,11 @@ def _scales(quantizer: Quantizer | None) -> str:
 def _width(source: FusedInput) -> int:
     """The columns that are divided into tiles; for the gradient of SwiGLU's input, the columns of
     one half."""
-    has_two_halves = source.name == "swiglu" and source.dy is not None
-    return source.shape[1] // 2 if has_two_halves else source.shape[1]
+    return source.shape[1] // _halves(source)
+
+
+def _halves(source: FusedInput) -> int:
+    return 2 if source.name == "swiglu" and source.dy is not None else 1
 
 
 class _Kernel:
@@ -417,7 +420,7 @@ def product_variant(
     scales = _scales(quantizer)
     fields: dict[str, Any] = {"name": source.name, "backward": source.dy is not None}
     fields |= {"rows": TILES[scales].rows, "columns": TILES[scales].columns}
-    fields["whole_quads"] = source.shape[0] % 16 == 0
+    fields["packs_rows"] = source.shape[0] % 16 == 0
     return variant(quantizer or _quantizer(), scales, source.x.dtype, exact, **fields, **requested)
 
 

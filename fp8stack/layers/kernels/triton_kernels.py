@@ -21,15 +21,27 @@ _TO_E4M3, _TO_E5M2 = tl.constexpr(_PTX.format("e4m3")), tl.constexpr(_PTX.format
 
 
 @triton.jit
-def transpose_bytes(data, transposed, rows, columns, row_stride, column_stride, SIZE: tl.constexpr):
-    """One tile of a matrix of bytes."""
+def transpose_bytes(
+    data, transposed, rows, columns, row_stride, column_stride, SIZE: tl.constexpr,
+    IN_GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of a matrix of bytes. `IN_GROUP` rows, 4 or 1, are packed into an integer, as in
+    `_cast_half`; 4 if the rows are a multiple of 16."""
     tile, wide = tl.program_id(0), tl.cdiv(columns, SIZE)
-    row = (tile // wide) * SIZE + tl.arange(0, SIZE)[:, None]
+    groups: tl.constexpr = SIZE // IN_GROUP
+    word: tl.constexpr = tl.uint32 if IN_GROUP == 4 else tl.uint8
+    group = (tile // wide) * groups + tl.arange(0, groups)[:, None]
     column = (tile % wide) * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = (row < rows) & (column < columns)
-    place = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    codes = tl.load(data + place, mask=inside, other=0)
-    tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
+    stride = tl.multiple_of(rows // IN_GROUP, 16 // IN_GROUP) if IN_GROUP == 4 else rows
+    inside = (group < stride) & (column < columns)
+    packed = tl.zeros([groups, SIZE], word)
+    for row_index in tl.range(IN_GROUP):
+        row = IN_GROUP * group + row_index
+        place = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+        codes = tl.load(data + place, mask=inside, other=0)
+        packed = _pushed(packed, codes) if IN_GROUP == 4 else codes
+    line = transposed.to(tl.pointer_type(word)) + column.to(tl.int64) * stride
+    tl.store(line + group, packed, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])
@@ -37,23 +49,22 @@ def cast_product(
     x, dy, scale, data, transposed, inverse, columnwise_inverse, amaxes, sums, rows, width,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of a `fused_casts.FusedInput` of `width` columns; for the gradient of SwiGLU's
-    input, the tiles of both halves, which read the same values."""
+    """Cast a tile of a `fused_casts.FusedInput` of `width` columns; the gradient of SwiGLU's input
+    has two halves of `width` columns each, which read the same values."""
     tile = tl.program_id(0)
+    halves: tl.constexpr = 2 if HOW.name == "swiglu" and HOW.backward else 1
+    half, position = tile % halves, tile // halves
     wide = tl.cdiv(width, HOW.columns)
-    down, block = tile // wide, tile % wide
-    columns = width
-    if HOW.name == "swiglu" and HOW.backward:
-        columns = 2 * width
+    down, block = position // wide, position % wide
     times = 1.0
     if HOW.scales == "given":
         times = tl.load(scale)
-    largest = _cast_half(x, dy, times, data, transposed, inverse, columnwise_inverse, sums, down,
-                         block, rows, width, columns, 0, HOW)  # fmt: skip
-    if HOW.name == "swiglu" and HOW.backward:
-        second = _cast_half(x, dy, times, data, transposed, inverse, columnwise_inverse, sums, down,
-                            block, rows, width, columns, 1, HOW)  # fmt: skip
-        largest = tl.maximum(largest, second)
+    if half == 0:
+        largest = _cast_half(x, dy, times, data, transposed, inverse, columnwise_inverse, sums,
+                             down, block, rows, width, halves * width, 0, HOW)  # fmt: skip
+    else:
+        largest = _cast_half(x, dy, times, data, transposed, inverse, columnwise_inverse, sums,
+                             down, block, rows, width, halves * width, 1, HOW)  # fmt: skip
     if HOW.record:
         tl.store(amaxes + tile, tl.max(largest))
 
@@ -102,45 +113,46 @@ def _cast_half(
     columns, HALF: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Write the requested results of a tile; `times` is the tensor's scale, if it has one. Returns
-    the largest magnitude of every four elements.
+    the largest magnitude of each column of a group of rows.
 
-    The tile is computed in four parts: the first rows of all quadruples of rows, the second ones,
-    and so on. So a thread holds a quarter of its elements at a time, and packs the codes of four
-    rows into an integer, whose transpose costs a quarter of that of bytes. Scales of columns and of
-    squares need all rows: then the values are computed again, from a cache.
+    The tile is computed in four parts: the first rows of all groups of four, the second ones, and
+    so on; with float32 scales of rows, whose tiles are large, in eight. So a thread holds one of
+    these parts of its elements at a time, and packs the codes of a group of rows into an integer,
+    whose transpose costs less than that of bytes. Scales of columns and of squares need all rows:
+    then the values are computed again, from a cache.
     """
-    quads: tl.constexpr = HOW.rows // 4
+    size: tl.constexpr = 8 if HOW.scales == "rows" else 4
+    word: tl.constexpr = tl.uint64 if HOW.scales == "rows" else tl.uint32
+    groups: tl.constexpr = HOW.rows // size
     tile_columns: tl.constexpr = HOW.columns  # Triton 3.6 takes no fields in a shape
     per_tensor: tl.constexpr = HOW.scales == "given" or HOW.scales == "current"
     needs_all_rows: tl.constexpr = HOW.scales == "squares" or (
         HOW.columnwise and (HOW.scales == "rows" or HOW.scales == "mx")
     )
-    quad = down * quads + tl.arange(0, quads)[:, None]
+    group = down * groups + tl.arange(0, groups)[:, None]
     column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
     in_width, out_column = column < width, column + HALF * width
-    largest = tl.zeros([quads, tile_columns], tl.float32)
-    total = tl.zeros([quads, tile_columns], tl.float32)
-    packed = tl.zeros([quads, tile_columns], tl.int32)
-    for row_index in tl.range(4):
-        row = 4 * quad + row_index
+    largest = tl.zeros([groups, tile_columns], tl.float32)
+    total = tl.zeros([groups, tile_columns], tl.float32)
+    packed = tl.zeros([groups, tile_columns], word)
+    for row_index in tl.range(size):
+        row = size * group + row_index
         inside = (row < rows) & in_width
         values = _values(x, dy, row, column, width, inside, HALF, HOW)
         place = data + row.to(tl.int64) * columns + out_column
         if HOW.sums:
             total += values
-        if HOW.record or not per_tensor:
-            largest = tl.maximum(largest, sizes_of(values))
         if per_tensor:
             codes = _codes(values * times, HOW)
             tl.store(place, codes, mask=inside)
-            packed = _with_row(
-                packed, codes, row_index, transposed, row, out_column, rows, inside, HOW
-            )
+            packed = _with_row(packed, codes, transposed, row, out_column, rows, inside, HOW)
         if HOW.scales == "rows":
             scales = _scale_of(tl.max(sizes_of(values), axis=1)[:, None], HOW)
             tl.store(place, _codes(values * scales, HOW), mask=inside)
             out_block = block + HALF * (width // HOW.columns)
             tl.store(inverse + out_block * rows + row, inverse_of(scales), mask=row < rows)
+        if HOW.record or not per_tensor:
+            largest = tl.maximum(largest, sizes_of(values))
         if HOW.scales == "mx":
             _put_mx_rows(values, row, out_column, inside, columns, place, inverse, HOW)
     if HOW.sums:
@@ -156,37 +168,39 @@ def _cast_half(
             line = columnwise_inverse + down * columns + out_column
             tl.store(line, inverse_of(multiplier), mask=in_width)
         else:
-            multiplier = _put_mx_columns(largest, quad, out_column, in_width, rows,
+            multiplier = _put_mx_columns(largest, group, out_column, in_width, rows,
                                          columnwise_inverse, HOW)  # fmt: skip
-        for row_index in tl.range(4):
-            row = 4 * quad + row_index
+        for row_index in tl.range(size):
+            row = size * group + row_index
             inside = (row < rows) & in_width
             values = _values(x, dy, row, column, width, inside, HALF, HOW)
             codes = _codes(values * multiplier, HOW)
             if HOW.scales == "squares":
                 place = data + row.to(tl.int64) * columns + out_column
                 tl.store(place, codes, mask=inside)
-            packed = _with_row(
-                packed, codes, row_index, transposed, row, out_column, rows, inside, HOW
-            )
-    if HOW.columnwise and HOW.whole_quads and HOW.scales != "none":
-        stride = tl.multiple_of(rows // 4, 4)  # of a column, which has a multiple of 16 bytes
-        line = transposed.to(tl.pointer_type(tl.int32)) + out_column.to(tl.int64) * stride
-        tl.store(line + quad, packed, mask=(quad < stride) & in_width)
+            packed = _with_row(packed, codes, transposed, row, out_column, rows, inside, HOW)
+    if HOW.columnwise and HOW.packs_rows and HOW.scales != "none":
+        stride = tl.multiple_of(rows // size, 16 // size)  # of a column of 16, 32, ... bytes
+        line = transposed.to(tl.pointer_type(word)) + out_column.to(tl.int64) * stride
+        tl.store(line + group, packed, mask=(group < stride) & in_width)
     return largest
 
 
 @triton.jit
-def _with_row(
-    packed, codes, row_index, transposed, row, column, rows, inside, HOW: tl.constexpr
-):  # fmt: skip
-    """Add the codes of one of four rows to integers that hold those of four; if the columns of the
-    transpose are not aligned, write them instead."""
-    if HOW.columnwise and HOW.whole_quads:
-        packed = packed | (codes.to(tl.int32) << (8 * row_index))
+def _with_row(packed, codes, transposed, row, column, rows, inside, HOW: tl.constexpr):
+    """Add the codes of the next row to the integers that hold those of a group; if the columns of
+    the transpose are not aligned, write them instead."""
+    if HOW.columnwise and HOW.packs_rows:
+        packed = _pushed(packed, codes)
     elif HOW.columnwise:
         tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
     return packed
+
+
+@triton.jit
+def _pushed(packed, code):
+    """Integers with `code` as their last byte, and their other bytes moved down by one."""
+    return (packed >> 8) | (code.to(packed.dtype) << (packed.dtype.primitive_bitwidth - 8))
 
 
 @triton.jit
@@ -326,12 +340,12 @@ def _put_mx_rows(values, row, column, inside, columns, place, inverse, HOW: tl.c
 
 
 @triton.jit
-def _put_mx_columns(sizes, quad, column, in_width, rows, inverse, HOW: tl.constexpr):
-    """Write the E8M0 scales of blocks of 32 rows, which are 8 quadruples with these largest
-    magnitudes. Returns the multipliers of all quadruples."""
+def _put_mx_columns(sizes, group, column, in_width, rows, inverse, HOW: tl.constexpr):
+    """Write the E8M0 scales of blocks of 32 rows, which are 8 groups of four with these largest
+    magnitudes. Returns the multipliers of all groups."""
     shape: tl.constexpr = (HOW.rows // MX_BLOCK, MX_BLOCK // 4, HOW.columns)
     scales = _e8m0_code(tl.max(tl.reshape(sizes, shape), axis=1), HOW)
-    first = tl.min(tl.reshape(4 * quad, [HOW.rows // MX_BLOCK, MX_BLOCK // 4]), axis=1)[:, None]
+    first = tl.min(tl.reshape(4 * group, [HOW.rows // MX_BLOCK, MX_BLOCK // 4]), axis=1)[:, None]
     place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
     tl.store(inverse + place, scales.to(tl.uint8), mask=(first < rows) & in_width)
     times = tl.broadcast_to(_times(scales)[:, None, :], shape)

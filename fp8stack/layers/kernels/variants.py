@@ -48,14 +48,16 @@ def run_transpose(data: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)  # a model has few shapes, but prompts may have any length
-def _transpose(rows: int, columns: int, *strides: int) -> Any:
+def _transpose(rows: int, columns: int, row_stride: int, column_stride: int) -> Any:
     """The `KernelLaunch` for matrices of this shape and these strides."""
     from fp8stack.layers.kernels import triton_kernels
     from fp8stack.layers.kernels.launch import KernelLaunch
 
     tiles = -(-rows // 128) * -(-columns // 128)
     kernel, options = triton_kernels.transpose_bytes, OPTIONS | {"num_warps": 8}
-    return KernelLaunch(kernel, tiles, (rows, columns, *strides), {"SIZE": 128}, options)
+    sizes = rows, columns, row_stride, column_stride
+    constants = {"SIZE": 128, "IN_GROUP": 4 if rows % 16 == 0 and column_stride == 1 else 1}
+    return KernelLaunch(kernel, tiles, sizes, constants, options)
 
 
 # A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).
@@ -96,7 +98,7 @@ class KernelVariant:
             machine code that stores registers which nothing wrote. To be deleted when no torch that
             brings Triton 3.6 is supported.
         rows, columns: of a tile.
-        whole_quads: whether the rows are a multiple of 16, so that the codes of four rows can be
+        packs_rows: whether the rows are a multiple of 16, so that the codes of several rows can be
             written to the transpose together.
         columnwise, record, sums: whether a transpose, an amax and the sums over rows are wanted.
         name, backward: of a `fused_casts.FusedInput`.
@@ -112,7 +114,7 @@ class KernelVariant:
     assembly: bool = False
     rows: int = 128
     columns: int = 128
-    whole_quads: bool = True
+    packs_rows: bool = True
     columnwise: bool = True
     record: bool = False
     sums: bool = False

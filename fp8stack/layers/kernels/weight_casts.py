@@ -71,7 +71,7 @@ class BatchedCast:
             "exact": converts_exactly(self.device),
             "rows": tile[0],
             "columns": tile[1],
-            "whole_quads": all(row[5] % 16 == 0 for row in rows),
+            "packs_rows": all(row[5] % 16 == 0 for row in rows),
         }
         self._options = OPTIONS | {
             "ALIGNED": all(number % 16 == 0 for row in rows for number in (*row[:3], *row[5:7])),

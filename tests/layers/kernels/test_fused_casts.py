@@ -256,7 +256,7 @@ def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
         x, dy, scale = torch.empty(256, 384), torch.empty(256, 192), torch.empty(())
         operators = torch.ops.fp8stack
         outputs = operators.cast_product("swiglu", x, dy, scale, "e4m3", True, True, True)
-        assert [output.shape for output in outputs] == [(256, 384), (384, 256), (12,), (4, 384)]
+        assert [output.shape for output in outputs] == [(256, 384), (384, 256), (24,), (4, 384)]
         for kind, scales, high in (
             ("float32", [(3, 256), (2, 384)], 2),
             ("e8m0", [(3072,), (3072,)], 4),
@@ -327,14 +327,14 @@ def test_a_gpus_code_stores_several_bytes_at_once_and_leaves_room_for_other_bloc
         assert unwritten_registers(code["cubin"], tmp_path) == []
     stores = Counter(re.findall(r"st\.global\S*", text))
     # Codes of rows, and packed codes of columns; then scales, sums and an amax.
+    packed = "st.global.v2.b64" if scaled == "rows" else "st.global.v4.b32"
     assert stores["st.global.v2.b32"]
-    assert stores["st.global.v4.b32"]
+    assert stores[packed]
     scale_stores = {"st.global.b32", "st.global.b8"} if scaled == "mx" else {"st.global.b32"}
-    assert stores.keys() - {"st.global.v2.b32", "st.global.v4.b32"} <= scale_stores
+    assert stores.keys() - {"st.global.v2.b32", packed} <= scale_stores
     registers = registers_of(text, capability, tmp_path)
     assert registers.spilled_bytes == 0
-    least = 1 if scaled == "rows" else 3
-    assert registers.blocks_per_sm(options["num_warps"]) >= least
+    assert registers.blocks_per_sm(options["num_warps"]) >= 3
     loads = Counter(re.findall(r"ld\.global\S*", text))
     assert set(loads) <= {"ld.global.v4.b32", "ld.global.b32"}
     if name != "gelu":  # whose erf does both
@@ -343,6 +343,7 @@ def test_a_gpus_code_stores_several_bytes_at_once_and_leaves_room_for_other_bloc
     if capability != 89:
         assert f"cvt.rn.satfinite.{format}x2.f32" in text
         assert ".f16x2" not in text  # rounds no second time
-        assert ("cvt.rn.bf16" in text) == (name != "cast")  # and what eager code rounds, once
+        # What eager code rounds, once.
+        assert bool(re.search(r"(cvt|mul)\.rn\.bf16", text)) == (name != "cast")
     if scaled == "rows":
         assert "div.rn.f32" in text

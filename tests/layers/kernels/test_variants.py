@@ -177,8 +177,10 @@ def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     numbers = dict.fromkeys(("rows", "columns", "row_stride"), "i32")
     types = {"data": "*u8", "transposed": "*u8", **numbers}
-    constants = {"column_stride": 1, "SIZE": 128}  # Triton takes a number 1 for a constant
+    # Triton takes a number 1 for a constant.
+    constants = {"column_stride": 1, "SIZE": 128, "IN_GROUP": 4}
     text = ptx_of(triton_kernels.transpose_bytes, types, constants, capability, num_warps=8)
     for kind in ("ld", "st"):
         instructions = Counter(re.findall(rf"{kind}\.global\S*", text))
         assert instructions == {f"{kind}.global.v4.b32": 4}
+        assert set(re.findall(rf"{kind}\.shared\S*", text)) == {f"{kind}.shared.b32"}
