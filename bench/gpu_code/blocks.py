@@ -48,6 +48,9 @@ Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
 GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "mx_gemm")
 _CONTIGUOUS = tuple(f"fp8stack::{name}" for name in ("cast_product", "product_amax"))
 """The operators that copy an operand that is not contiguous before they read it."""
+_WITHOUT_KERNEL = tuple(
+    f"aten::{name}" for name in ("empty", "new_empty", "detach", "_unsafe_view")
+)
 _MOVES = {
     *("load", "store", "to_dtype_bitcast", "index_expr", "value_expr", "constant"),
     *("masked", "where", "ge", "lt", "and_", "output"),
@@ -323,8 +326,9 @@ def _widths(code: str) -> Iterator[tuple[str, int]]:
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the kernels that eager code runs before a pass: operators other than views, and the
-    kernel that casts many weights, which cannot run because fake tensors have no addresses."""
+    """Records the kernels that eager code runs before a pass: operators other than views and
+    allocations, and the kernel that casts many weights, which cannot run because fake tensors have
+    no addresses."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -343,7 +347,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gave = func(*args, **(kwargs or {}))
-        if not _is_view(func):
+        if not (func.is_view or func.name().startswith(_WITHOUT_KERNEL)):
             kind, name = _kind(str(func.name()))
             tensors = [t for t in tree_leaves([args, kwargs, gave]) if isinstance(t, Tensor)]
             self.kernels.append(
@@ -355,8 +359,3 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
         return gave
-
-
-def _is_view(func: Any) -> bool:
-    aten = torch.ops.aten
-    return bool(func.is_view) or func in (aten.detach.default, aten._unsafe_view.default)

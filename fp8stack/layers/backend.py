@@ -214,11 +214,11 @@ class Backend:
         model.register_forward_pre_hook(self._cast_before_pass)
 
     def _share_casts(self, model: nn.Module) -> None:
-        """Make the layers of `model` without FP8 use the copies of `cast_parameters`."""
+        """Make the layers of `model` use the copies of `cast_parameters`."""
         self._cast_layers = [
             layer
             for layer in model.modules()
-            if isinstance(layer, CastLinear) or type(layer) is GroupedLinear
+            if isinstance(layer, LowPrecisionLayer) and layer.cast_names
         ]
         for layer in self._cast_layers:
             layer.weight_changes = self.weights
@@ -234,9 +234,9 @@ class Backend:
 
     @torch.no_grad()
     def cast_parameters(self) -> None:
-        """Cast the parameters of the layers without FP8 to the compute dtype, together, for all
-        micro-batches of an optimizer step: those that may have changed. The copies are new tensors,
-        so that a backward pass may still read those before."""
+        """Cast biases, and the weights of layers without FP8, to the compute dtype, together, for
+        all micro-batches of an optimizer step: those that may have changed. The copies are new
+        tensors, so that a backward pass may still read those before."""
         changed = not self.weights.copied
         stale = [
             (layer, name, parameter)
@@ -257,7 +257,7 @@ class Backend:
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
         for cast_layer in self._cast_layers:
-            cast_layer.weight_changes = None
+            cast_layer.casts = {}
         self._cast_layers = []
         for layer in module.modules():
             if type(layer) is CastLinear and layer.compute_dtype != torch.float32:

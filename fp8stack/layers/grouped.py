@@ -91,6 +91,7 @@ class GroupedLinear(LowPrecisionLayer):
     """
 
     in_fp8 = False
+    cast_names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ class TEGroupedLinear(GroupedLinear):
     """
 
     in_fp8 = True
+    cast_names = ()
     forward: Any = torch.compiler.disable(GroupedLinear.forward)  # type: ignore[no-untyped-call]
 
     def __init__(self, size: GroupedSize, path: str, backend: Any) -> None:

@@ -63,10 +63,9 @@ class LowPrecisionLayer(nn.Module):
         was_called: whether eager code called the layer since the weight was loaded.
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
-        cached_weight: within `cached_weights`, the weight in the compute dtype.
-        casts: the parameters in the compute dtype, see `Backend.cast_parameters`.
-        weight_changes: detects changes of parameters that `casts` has copies of; None: no copies
-            are used.
+        cast_names: the names of the parameters that `Backend.cast_parameters` casts.
+        casts: parameters in the compute dtype, by name.
+        weight_changes: whether `casts` may be used; None: each copy while its version is current.
     """
 
     keeps_dtype = False
@@ -76,7 +75,7 @@ class LowPrecisionLayer(nn.Module):
     compute_dtype: torch.dtype
     delayed: DelayedScaling | None = None
     transposed = False
-    cached_weight: CachedWeight | None = None
+    cast_names: tuple[str, ...] = ()
     casts: Mapping[str, CachedWeight] = MappingProxyType({})
     weight_changes: WeightChanges | None = None
 
@@ -86,33 +85,29 @@ class LowPrecisionLayer(nn.Module):
         return self._parameters.get("weight")
 
     def in_compute_dtype(self, name: str) -> Tensor:
-        """The parameter `name` in the compute dtype: the copy of `casts`, or a new one.
-        Within `cached_weights`, a weight is cast once."""
+        """The parameter `name` in the compute dtype: the copy of `casts`, or a new one."""
         parameter: Tensor = getattr(self, name)
-        copy: Tensor
-        if self._has_cast(name):
-            copy = _Cast.apply(parameter, self.casts[name].copies)  # type: ignore[no-untyped-call]
-            return copy
-        stored, cached = self.stored_weight, self.cached_weight
-        is_parameter = type(stored) is nn.Parameter  # not gathered by FSDP2, not computed
-        if name != "weight" or cached is None or torch.is_grad_enabled() or not is_parameter:
+        copy = self.existing_cast(name)
+        if copy is None:
             return parameter.to(self.compute_dtype)
-        copy = cached.get(stored, lambda: parameter.to(self.compute_dtype))
-        return copy
+        with_gradient: Tensor = _Cast.apply(parameter, copy)  # type: ignore[no-untyped-call]
+        return with_gradient
 
-    def _has_cast(self, name: str) -> bool:
-        """Whether `casts` has a copy of the parameter `name` as it is."""
-        changes = self.weight_changes
-        if changes is None or not changes.copied or name not in self.casts:
-            return False
+    def existing_cast(self, name: str) -> Tensor | None:
+        """The copy that `casts` has of the parameter `name` as it is, without a gradient."""
+        cast, changes = self.casts.get(name), self.weight_changes
+        if cast is None or not (changes is None or changes.copied):
+            return None
+        copy: Tensor = cast.copies
         if torch.compiler.is_compiling():  # where versions cannot be read
-            return True
-        return self.casts[name].version == version_of(self._parameters.get(name))
+            return copy
+        return copy if cast.version == version_of(self._parameters.get(name)) else None
 
     def stale_casts(self, changed: bool) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters, by name, that `casts` has no copy of as they are; with `changed`, all."""
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
+        for name in self.cast_names:
+            parameter = self._parameters.get(name)
+            if parameter is not None and parameter.dtype != self.compute_dtype:
                 cached = None if changed else self.casts.get(name)
                 if cached is None or cached.version != version_of(parameter):
                     yield name, parameter
@@ -273,6 +268,7 @@ class CastLinear(LowPrecisionLinear):
     """A linear that casts its operands to the compute dtype; no FP8."""
 
     in_fp8 = False
+    cast_names = ("weight", "bias")
     multiply = LowPrecisionLinear.multiply_plain
 
 
@@ -405,6 +401,9 @@ def multiply_forward(
         w_rowwise, w_columnwise = backend.gathered_copies(gathered, quantizers["weight"], False)
     else:
         w_rowwise, w_columnwise = quantizers["weight"].cast(weight, needs_dx, call)
+    if bias is not None and layer.casts:
+        copy = layer.existing_cast("bias")
+        bias = bias if copy is None else copy
     y = backend.matmul(x_rowwise, w_rowwise, layer.compute_dtype, bias=bias, fast_accumulation=True)
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
@@ -500,6 +499,7 @@ class QuantizedLayer(LowPrecisionLayer):
     """
 
     in_fp8 = True
+    cast_names: tuple[str, ...] = ()
     weight: Any
     bias: Any
 

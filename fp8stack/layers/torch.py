@@ -480,6 +480,8 @@ class TorchBackend(Backend):
         ]
         for layer in self._layers:  # the operand refers to the layer that `convert` built on meta
             layer.quantizers["weight"].layer = layer
+            # Scaled GEMMs add a bias of the output's dtype, other GEMMs one of the parameter's.
+            layer.cast_names = ("bias",) if layer.quantizers["input"].casts[0] else ()
         self._share_casts(model)
         model.register_forward_pre_hook(self._cache_weights)
 

@@ -22,22 +22,26 @@ from fp8stack.numerics.cast import record_amax
 
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which emulated and high-precision linears round a weight once until it changes,
-    in passes without gradients. The rounded weights take memory. In this context, weights must not
-    change through `weight.data`, which `version_of` cannot see."""
+    """A context in which emulated linears, in passes without gradients, round a weight once until
+    it changes, and linears without FP8 use weights that were cast when the context began. These
+    take memory. In this context, weights must not change through `weight.data`, which `version_of`
+    cannot see, and code that a change should affect must not be compiled."""
     layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLayer)]
-    high_precision_layers = [layer for layer in layers if not layer.in_fp8]
+    before = {layer: (layer.casts, layer.weight_changes) for layer in layers if not layer.in_fp8}
     weights: list[Any] = [getattr(layer, "quantizers", {}).get("weight") for layer in layers]
     emulated = [operand for operand in weights if type(operand) is EmulatedOperand]
-    for layer in high_precision_layers:
-        layer.cached_weight = CachedWeight()
+    for layer in before:
+        weight = layer._parameters.get("weight")
+        if type(weight) is nn.Parameter:  # else it is computed at each call
+            cast = CachedWeight(weight.detach().to(layer.compute_dtype), version_of(weight))
+            layer.casts, layer.weight_changes = {"weight": cast}, None
     for operand in emulated:
         vars(operand)["cast"] = partial(_cast_once, operand, CachedWeight())
     try:
         yield
     finally:
-        for layer in high_precision_layers:
-            layer.cached_weight = None
+        for layer, state in before.items():
+            layer.casts, layer.weight_changes = state
         for operand in emulated:
             del vars(operand)["cast"]
 

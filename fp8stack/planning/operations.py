@@ -220,11 +220,10 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
         names = {step.name for step in steps if isinstance(step, Operation)}
         of_module = [step for step in steps if isinstance(step, Cast)]
         if "linear" in names:
-            if not plan.layer(path).fp8 and plan.backend in ("reference", "torch"):
-                of_module = [
-                    replace(cast, per="step") if cast.what in ("weight", "bias") else cast
-                    for cast in of_module
-                ]
+            once = _cast_once(plan, plan.layer(path))
+            of_module = [
+                replace(cast, per="step") if cast.what in once else cast for cast in of_module
+            ]
             of_module += _quantized(plan, path)
             if plan.layer(path).fp8:  # the bias is cast after the operands
                 of_module.sort(key=lambda x: (x.to_fp8 and x.runs == "backward", x.what == "bias"))
@@ -237,6 +236,15 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
                 of_module.append(replace(cast, what=rows + GRADIENT, runs="backward"))
         casts += of_module
     return casts
+
+
+def _cast_once(plan: Plan, layer: LayerPlan) -> tuple[str, ...]:
+    """The parameters that are cast to the compute dtype once per step, see
+    `Backend.cast_parameters`."""
+    if not layer.fp8:
+        return ("weight", "bias") if plan.backend in ("reference", "torch") else ()
+    is_scaled = plan.backend_of(layer) == "torch" and "fprop" not in layer.plain_gemms
+    return ("bias",) if is_scaled else ()
 
 
 def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:

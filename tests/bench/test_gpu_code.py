@@ -149,6 +149,15 @@ def test_no_copy_in_delayed_scaling_changes_only_strides_or_the_name_of_a_dtype(
     assert copying(MODELS[width], "delayed", "9.0") == []
 
 
+def test_no_block_casts_a_bias_and_no_allocation_counts_as_a_kernel():
+    kernels = kernels_of("gpt2-1.5b", "delayed", "9.0")
+    casts = [6 * size for size in (1600, 4800, 6400)]  # float32 is read and bf16 written
+    assert not any(k["bytes"] in casts for k in kernels if k["part"] == "block")
+    before = [kernel["name"] for kernel in kernels if kernel["part"] == "weights"]
+    assert before.count("aten::_foreach_copy_") == 1  # of all biases and the head
+    assert not any("empty" in name for name in before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", MODELS)
 @pytest.mark.parametrize(

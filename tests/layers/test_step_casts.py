@@ -1,4 +1,4 @@
-"""Parameters of layers without FP8, cast once for all micro-batches of an optimizer step."""
+"""Biases, and weights without FP8, cast once for all micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -135,9 +135,24 @@ def test_micro_batches_share_the_copies(
     optimizer = adam(shared)
     train(shared, range(3), optimizer, accumulate=4)
     assert len({x.data_ptr() for x in parameters}) * 4 <= len(parameters)
-    assert any(layer.casts for layer in layers_of(shared))
+    assert all(layer.casts for layer in layers_of(shared))
     train(plain, range(3), accumulate=4)
     assert not any(layer.casts for layer in layers_of(plain))
+
+
+def test_biases_are_cast_for_scaled_gemms_and_not_for_others() -> None:
+    """GEMMs on the emulator's values may add the bias in float32."""
+    b200 = Hardware("cuda", (10, 0))
+    scaled, _ = pair("current", "torch", {})
+    plain = gpt("nvfp4_forward_high", "torch", {}, hardware=b200)
+    plain.backend.weights.only_tracked_changes = True
+    for model, names in ((scaled, {"bias"}), (plain, set())):
+        loss_of(model, 1)
+        quantized = [layer for layer in layers_of(model) if layer.in_fp8]
+        assert {frozenset(layer.casts) for layer in quantized} == {frozenset(names)}
+    for layer in (layer for layer in layers_of(scaled) if layer.in_fp8):
+        expected = layer.get_parameter("bias").bfloat16()
+        assert torch.equal(layer.casts["bias"].copies, expected)
 
 
 def test_a_pass_whose_weights_change_before_its_backward_pass_keeps_its_copies() -> None:
