@@ -2,7 +2,7 @@
 # environment that is active. The checks themselves are in .ci/check, which CI runs as well.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test cover conform kinds slow gpu audit format docs-images ci
+.PHONY: help setup lint types test full cover conform kinds slow gpu audit format docs-images ci
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1: /'
@@ -20,11 +20,14 @@ lint: ## ruff, its formatting, names, and which module may import which
 types: ## mypy
 	.ci/check types
 
-test: ## the tests, on two cores
+test: ## a test of each kind, on two cores
 	.ci/check tests
 
-cover: ## the tests, and which lines of fp8stack none of them runs
-	pytest -q -n 2 --dist worksteal --cov --cov-report=term-missing:skip-covered
+full: ## all tests but the slow ones
+	.ci/check full
+
+cover: ## the same, and which lines of fp8stack no test runs
+	pytest -q -n 2 --dist worksteal -m 'not slow' --cov --cov-report=term-missing:skip-covered
 
 conform: ## whether this machine computes what the formats say, in short
 	.ci/check conform
@@ -32,7 +35,7 @@ conform: ## whether this machine computes what the formats say, in short
 kinds: ## the tests as on a CPU without bf16 instructions, then as on one with them
 	.ci/check kinds
 
-slow: ## the tests that the default run leaves out
+slow: ## the tests that take long
 	pytest -m slow -n 2 --dist worksteal
 
 gpu: ## the tests and the benchmark for a machine with a CUDA GPU

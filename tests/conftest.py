@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +49,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only GPU tests with `-m gpu`: a machine with a GPU may lack the others' packages."""
-    tests = Path(__file__).parent
-    is_other_test = tests in collection_path.parents and tests / "gpu" not in (
-        collection_path,
-        *collection_path.parents,
-    )
-    return True if config.option.markexpr == "gpu" and is_other_test else None
+    """Import only GPU tests with `-m gpu`, as a machine with a GPU may lack the others' packages,
+    and by default no file all of whose tests are `full`, as some import large libraries."""
+    markers, tests = config.option.markexpr, Path(__file__).parent
+    if markers == "gpu" and tests in collection_path.parents:
+        return None if tests / "gpu" in (collection_path, *collection_path.parents) else True
+    if "not full" in markers and collection_path.name.startswith("test_"):
+        return True if "\npytestmark = pytest.mark.full" in collection_path.read_text() else None
+    return None
+
+
+CASES = 8
+"""The cases of one test that pytest runs by default."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` the cases of a test beyond `CASES`. Those that stay are a choice, seeded by
+    the test's name, in which as many values of its parameters as possible occur."""
+    cases = defaultdict(list)
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        if case:
+            cases[test].append((set(case[:-1].split("-")), item))
+    for test, others in cases.items():
+        random.Random(test).shuffle(others)
+        values: set[str] = set()
+        for _ in range(min(CASES, len(others))):
+            best = max(others, key=lambda case: len(case[0] - values))
+            others.remove(best)
+            values |= best[0]
+        for _, item in others:
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -40,6 +40,7 @@ def printed(*words: str) -> str:
     return text.getvalue()
 
 
+@pytest.mark.full
 def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -131,6 +131,7 @@ def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
     assert built_arms == ["bf16", *names[3:]]  # the baseline once
 
 
+@pytest.mark.full
 def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
     words = ["grid", "--tiny", "--device", "cpu", "--parts", "sizes", "--out", tmp_path]
     assert bench(monkeypatch, Timed(), *words, build=broken) == 1

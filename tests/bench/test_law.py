@@ -121,6 +121,7 @@ def test_a_score_is_the_logarithm_of_the_density_of_a_gap(refitted):
 
 
 @pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.full
 def test_the_constant_can_win_and_can_lose(rows, gaps, refitted, grows):
     """A source whose gaps grow with tokens as the law says, or not at all."""
     constant = law.fit(rows, gaps, grows=False)
@@ -153,6 +154,7 @@ def test_a_limit_is_in_the_interval_if_some_of_the_interval_is_below(
     assert law.interval(refitted, checked)[1] == is_inside
 
 
+@pytest.mark.full
 def test_the_committed_page_is_the_fits_and_the_picture_is_drawn(rows, gaps, refitted):
     assert (RESULTS / "law.md").read_text(encoding="utf-8") == law.page(refitted, rows, gaps)
     assert law.figure(refitted, rows, gaps)

@@ -63,6 +63,7 @@ def test_by_default_the_gate_checks_all_results_that_have_ratios(committed, tmp_
 
 
 @pytest.mark.capability("D6")
+@pytest.mark.full
 def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch, capsys):
     assert runner.check(committed) == 0
     _grid_at(monkeypatch, 1.5, (1.0, 1.05))
@@ -109,6 +110,7 @@ def test_ratios_to_another_baseline_are_refused(kinds):
 
 
 @pytest.mark.capability("D6")
+@pytest.mark.full
 def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
     """Real steps, timed as always, by a clock that counts operations: emulated linears multiply
     eight times as often as when the results were committed."""

@@ -28,6 +28,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.full
 def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path):
     module = runner.imported(name)
     measured = runner.measured(module, name, SCENARIOS[name])
@@ -78,6 +79,7 @@ def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
 
 @pytest.mark.capability("D6")
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.full
 def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch):
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, Timing]:
         return timed({name: [1.0] for name in arms}, rounds=6)

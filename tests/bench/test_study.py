@@ -122,6 +122,7 @@ def test_pairs_that_differ_in_rounding_have_their_own_table():
     assert study_tables.rounding(rows[:1]) == []
 
 
+@pytest.mark.full
 def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content():
     jobs = study.jobs([*study.SIZES])
     contents = [job.content("a CPU") for job in jobs]
@@ -140,6 +141,7 @@ def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content
     assert keys["phases"][0] == {"name": "shared", "recipe": "fp32", "until": 0.25}
 
 
+@pytest.mark.full
 def test_the_committed_runs_are_known_to_the_study():
     """A new key of recipes or models does not train them again."""
     planned = study.jobs([*study.SIZES, *study.RUNGS], Path("corpus"))
@@ -149,6 +151,7 @@ def test_the_committed_runs_are_known_to_the_study():
     assert [r["key"] for r in rows] == [by_name[r["name"]].content(r["cpu"]) for r in rows]
 
 
+@pytest.mark.full
 def test_pairs_of_another_kind_of_cpu_are_not_made_again():
     jobs = study.jobs(["0.1M"])
     by_name = {job.name: job for job in jobs}
@@ -241,6 +244,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(("recipe", "branches"), [("mxfp4", True), ("delayed", False)])
+@pytest.mark.full
 def test_a_run_begins_with_the_steps_that_it_shares(recipe, branches, tmp_path, monkeypatch):
     """The steps are trained once, in the float32 run. Delayed scaling begins before they end."""
     monkeypatch.setattr(study.Job, "steps", 12)

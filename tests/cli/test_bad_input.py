@@ -87,6 +87,7 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     assert recipe.exclude == ("*.mlp.down",)
 
 
+@pytest.mark.full
 def test_memory_is_in_gib(command, capsys, monkeypatch):
     monkeypatch.setattr(Footprint, "largest", lambda *arguments: 1)
     assert command("estimate", "--memory", "1.5", "--json") == 0
@@ -120,6 +121,7 @@ def test_usual_flags_of_training_and_a_bare_resume_are_taken(command, tmp_path):
         ),
     )
 )
+@pytest.mark.full
 def test_a_configuration_survives_its_own_file(config):
     assert RunConfig(**tomllib.loads(to_toml(config))) == config
 
@@ -174,6 +176,7 @@ TO_ADD_TE = f"Transformer Engine is optional; to add it: {TE_REMEDY}"
         ("10.0 --no-te", [rf"block: .*{re.escape(TE_REMEDY)}"], []),
     ],
 )
+@pytest.mark.full
 def test_doctor_prints_a_reason_or_remedy_as_one_line_where_it_is_of_use(
     flags, printed, not_printed, command, capsys
 ):

@@ -377,6 +377,7 @@ def loaded(of: StepBatches, steps: range, **options: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.capability("D4")
+@pytest.mark.full
 def test_batches_and_errors_are_the_same_for_any_workers_and_from_any_step(tmp_path):
     dataset = batches(counting(tmp_path))
     expected = [dataset[step] for step in range(4)]

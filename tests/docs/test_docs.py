@@ -225,6 +225,7 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
     assert missing == []
 
 
+@pytest.mark.full
 def test_the_memory_that_the_faq_tells_is_the_estimate(command, capsys):
     text = _text("docs/faq.md")
     (words,) = re.findall(r"^fp8stack (estimate .*)$", text, re.M)

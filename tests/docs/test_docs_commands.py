@@ -214,6 +214,7 @@ PYTHON = [
 
 
 @pytest.mark.parametrize(("place", "code"), PYTHON, ids=[place for place, _ in PYTHON])
+@pytest.mark.full
 def test_the_python_of_the_documents_runs(place, code, goods, tmp_path, monkeypatch):
     runner.furnish(tmp_path, goods, [])
     monkeypatch.chdir(tmp_path)

@@ -46,6 +46,7 @@ def commands(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.full
 def test_a_script_runs(name, tmp_path, monkeypatch, capsys, one_thread):
     words, output = SMALL[name]
     arguments = [str(ROOT / word) if word == "README.md" else word for word in words.split()]
@@ -75,6 +76,7 @@ def test_a_script_runs_by_its_command_in_a_copy_of_the_repository(name, tmp_path
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
+@pytest.mark.full
 def test_the_notebook_runs_and_is_stored_without_outputs(monkeypatch, capsys):
     import matplotlib
 

@@ -99,6 +99,7 @@ def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(every, tmp_
 
 
 @pytest.mark.parametrize("every", [case(9, quick=True), case(1, quick=False)])
+@pytest.mark.full
 def test_a_killed_prepare_leaves_a_whole_folder_or_none_and_the_next_one_sweeps(every, tmp_path):
     before = tmp_path / "before"
     before.mkdir()

@@ -25,6 +25,7 @@ SLOW = {row: CASES[row].short for row in (*QUICK, "R14")} | {
     ("row", "count"),
     [*QUICK.items(), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW.items())],
 )
+@pytest.mark.full
 def test_faults_of_every_kind_are_survived(row, count, tmp_path):
     outcome = CASES[row].run(tmp_path, count)
     assert outcome.lost == ()

@@ -83,6 +83,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.capability("D2")
 @pytest.mark.parametrize(("recipe", "backend", "shape"), CASES)
+@pytest.mark.full
 def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
     recipe: str, backend: str, shape: str
 ) -> None:
@@ -185,6 +186,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("recipe", "backend", "shape"), COMPILED)
+@pytest.mark.full
 def test_compiled_selective_checkpointing_changes_no_bit_either(
     recipe: str, backend: str, shape: str
 ) -> None:
@@ -213,6 +215,7 @@ def saved_by_block(model: GPT) -> int:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.full
 def test_a_compiled_block_saves_what_its_backward_pass_reads_of_gemms_and_attention() -> None:
     """No more than is estimated. The mode may change after the compilation."""
     model = gpt("fp32", "reference", layers=1)

@@ -301,6 +301,7 @@ def test_all_weights_of_192_linears_are_one_launch(launches) -> None:
     ("recipe", "graphs"),
     [("rowwise", 1), ("rowwise_wgrad_hp", 2)],  # rows, and the scale of a tensor
 )
+@pytest.mark.full
 def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
     monkeypatch, backend, recipe, graphs
 ) -> None:

@@ -123,6 +123,7 @@ def rounded(x: Tensor, scale: Tensor, format: Any) -> Tensor:
 
 # Binades: subnormals, across the smallest normal, normals, near the largest.
 @pytest.mark.parametrize("binades", [(), pytest.param((-16, -7, 0, 8), marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_compiled_rounding_and_amax_give_eagers_values(binades):
     def amax_and_values(x: Tensor, scale: Tensor) -> list[Tensor]:
         return [numerics.amax(x), *(rounded(x, scale, format) for format in FORMATS)]
@@ -177,6 +178,7 @@ SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST]
 # compiled in tests/conform.
 @pytest.mark.capability("D3")
 @pytest.mark.parametrize(("recipe", "backend"), [*QUICK, *SLOW])
+@pytest.mark.full
 def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     """And one compilation serves all blocks. Evaluations, which are compiled apart, are in one
     recipe."""

@@ -129,6 +129,7 @@ def test_a_scale_out_of_float32s_range_loses_no_nan_in_bf16(instructions, monkey
     )
 
 
+@pytest.mark.full
 def test_compiled_code_computes_in_bf16_as_eager_code_does(monkeypatch):
     monkeypatch.setenv("FP8STACK_CPU_BF16", "yes")
     eager, compiled = built("current"), built("current")

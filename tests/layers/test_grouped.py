@@ -78,6 +78,7 @@ def test_output_and_gradients_are_those_of_a_loop_of_linears(recipe, sizes, dtyp
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [*RECIPES, *PLAIN])
+@pytest.mark.full
 def test_compiled_it_is_the_same_for_groups_of_any_sizes(recipe, backend) -> None:
     torch.compiler.reset()
     grouped = Grouped(recipe)

@@ -54,6 +54,7 @@ def test_what_would_wait_is_seen(copies: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("backend", "recipe", "hardware"), ARMS)
+@pytest.mark.full
 def test_a_pass_waits_for_nothing(
     backend: str, recipe: str, hardware: Hardware, copies: list[str]
 ) -> None:

@@ -255,6 +255,7 @@ def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
      *(("delayed", "emulate", again) for again in (False, True)),
      ("mxfp8", "emulate", False), ("current", "emulate", True)],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_run_is_the_same_to_the_bit(
     te: object, recipe: str, backend: str, again: bool | None
 ) -> None:

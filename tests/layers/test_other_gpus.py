@@ -63,6 +63,7 @@ NVIDIAS = {"aten.mm.dtype", "aten._scaled_mm.default", "aten._scaled_mm_v2.defau
 @pytest.mark.capability("B11")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("machine", [AMD, INTEL], ids=str)
+@pytest.mark.full
 def test_emulated_fp8_runs_by_operators_that_every_gpu_has(recipe, machine, monkeypatch):
     monkeypatch.setattr(fused, "implementation", lambda x: None)  # as for tensors on a GPU
     has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key

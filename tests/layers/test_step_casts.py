@@ -94,6 +94,7 @@ def passes(model: GPT) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("recipe", "backend", "shape"), MODELS, ids=["bf16", "fp8", "experts"])
+@pytest.mark.full
 def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(
     recipe: str, backend: str, shape: dict[str, object], compiled: bool
 ) -> None:

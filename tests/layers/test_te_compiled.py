@@ -79,6 +79,7 @@ def require_equal_runs(te: StandIn, *arguments: Any, **options: Any) -> Graphs:
         for model in (LLAMA, GPT2)
     ],
 )
+@pytest.mark.full
 def test_compiled_training_calls_te_as_eager_training_does(te, recipe, model):
     graphs = require_equal_runs(te, recipe, model)
     assert {"scaled_dot_product_attention", "cross_entropy", "add"} <= graphs.all
@@ -86,6 +87,7 @@ def test_compiled_training_calls_te_as_eager_training_does(te, recipe, model):
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}])
+@pytest.mark.full
 def test_blocks_share_what_is_compiled(te, options):
     counts = []
     for layers in (2, 6):
@@ -102,6 +104,7 @@ def test_blocks_share_what_is_compiled(te, options):
 
 
 @pytest.mark.parametrize("attention", ["delayed", "current"])
+@pytest.mark.full
 def test_attention_in_fp8_is_not_compiled_for_each_block(te, attention):
     counts = []
     for layers in (2, 5):
@@ -121,6 +124,7 @@ def test_layers_that_te_does_not_compute_are_compiled(te):
     assert kinds["linear"] >= 2
 
 
+@pytest.mark.full
 def test_experts_of_te_are_called_from_compiled_blocks(te):
     graphs = require_equal_runs(te, "delayed", LLAMA | MIXTURE)
     assert {"softmax", "argsort", "scaled_dot_product_attention"} <= graphs.all

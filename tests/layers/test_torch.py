@@ -384,6 +384,7 @@ def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
 
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [case(name, quick=name == "delayed") for name in ON_CPUS])
+@pytest.mark.full
 def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe, mode):
     torch._dynamo.reset()
     layer = run_on(recipe, CPU, bias=False)()

@@ -97,6 +97,7 @@ def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     ("recipe", "backend"),
     [case(*way, quick=way in QUICK) for way in SOME],
 )
+@pytest.mark.full
 def test_a_change_that_nothing_tells_of_trains_as_one_that_torch_counts(
     values, recipe, backend, accumulate
 ):

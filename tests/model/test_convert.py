@@ -542,6 +542,7 @@ def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend
 
 
 @pytest.mark.parametrize("compiles_all", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_compiled_code_computes_what_the_eager_model_does(compiles_all):
     eager, model = (convert(Blocks(1), plan("delayed", "torch")) for _ in range(2))
     model.load_state_dict(eager.state_dict())

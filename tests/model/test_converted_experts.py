@@ -315,6 +315,7 @@ def test_activation_checkpointing_changes_nothing() -> None:
         for recipe in ("delayed", "mxfp8", "nvfp4")
     ],
 )
+@pytest.mark.full
 def test_compiled_code_computes_what_the_eager_model_does(name, recipe) -> None:
     torch.compiler.reset()
     eager, model = (converted(name, recipe) for _ in range(2))

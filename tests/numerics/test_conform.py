@@ -66,6 +66,7 @@ COMPILED = ("mxfp8", "hadamard row", "stochastic mxfp6 e3m2 floor", "128x128", "
 
 
 @pytest.mark.parametrize("name", [case(n, quick=n in COMPILED[:2]) for n in COMPILED])
+@pytest.mark.full
 def test_compiled_code_gives_the_oracles_results(name: str) -> None:
     rows = quantizer_rows(Context(CONTEXT.hardware), name, [QUANTIZERS[name]])
     results = [row.run() for row in rows if "compiled" in row.name]

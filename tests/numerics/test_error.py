@@ -139,6 +139,7 @@ def test_one_scale(stale: float) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.full
 def test_blocks(name: str) -> None:
     quantizer = RULES[name]
     saturated = 0.0

@@ -53,6 +53,7 @@ def inputs(name: str) -> torch.Tensor:
 
 @pytest.mark.capability("B1")
 @pytest.mark.parametrize("name", OWN_FORMATS)
+@pytest.mark.full
 def test_every_value_tie_and_limit_rounds_as_exact_fractions_do(name: str) -> None:
     target, x = quantized_format(name), inputs(name)
     codes = [nearest_code(number, name) for number in x.tolist()]

@@ -158,6 +158,7 @@ def matrices(draw) -> Tensor:
     st.sampled_from([0, 1]),
     st.sampled_from(WAYS),
 )
+@pytest.mark.full
 def test_any_matrix_has_the_oracles_bytes_and_values(x, name, dim, way):
     with cast_by(way):
         assert_oracles(x, (EVERY | RULES)[name], dim)
@@ -632,6 +633,7 @@ def test_a_generator_does_not_change_what_is_rounded_to_the_nearest():
         assert torch.equal(with_generator.values, without.values), name
 
 
+@pytest.mark.full
 def test_compiled_code_rounds_every_mantissa_as_eager_code_does():
     torch.compiler.reset()
     quantizers = [

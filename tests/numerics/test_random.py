@@ -146,6 +146,7 @@ def test_the_bits_are_uniform():
 
 
 @pytest.mark.parametrize("backend", [case("aot_eager", quick=True), case("inductor", quick=False)])
+@pytest.mark.full
 def test_compiled_code_draws_alike_for_every_counter_and_stream(backend):
     def draw(bits: RandomBits, x: Tensor) -> Tensor:
         return bits.bits(*x.shape)
@@ -186,6 +187,7 @@ def test_no_word_at_a_limit_makes_a_product_exceed_int64(words):
 
 
 @pytest.mark.parametrize("width", [case(n, quick=n is None) for n in (None, 0, 256, 512)])
+@pytest.mark.full
 def test_compiled_bits_are_those_of_the_oracle_in_every_vector_width(width):
     """Bits in a register: what the CPU has by default; 0 is scalar code."""
     if width and width not in {isa.bit_width() for isa in valid_vec_isa_list()}:

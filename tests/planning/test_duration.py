@@ -74,6 +74,7 @@ def test_the_sentences_name_the_prediction_and_what_it_leaves_out():
     assert disk.startswith("Disk: tokens 2.0 GB, checkpoints ")
 
 
+@pytest.mark.full
 def test_the_command_predicts_a_run_with_its_loss(command, capsys):
     words = ["--model", "gpt2-124m", "--set", "model.layers=2", "--recipe", "delayed"]
     words += ["--tokens", "10B", "--gpus", "8", "--gpu", "H100", "--price", "2.5", "--json"]
@@ -102,6 +103,7 @@ def test_the_command_predicts_a_run_with_its_loss(command, capsys):
         (["--gpu", "H100", "--capability", "8.0"], "H100 has compute capability 9.0"),
     ],
 )
+@pytest.mark.full
 def test_bad_input_is_named(refused, words, message):
     refused("estimate", "--model", "gpt2-124m", "--set", "model.layers=1", *words, message=message)
 
@@ -123,6 +125,7 @@ def test_both_cards_of_a_capability_are_predicted(command, capsys):
     assert printed.count("Disk: tokens ") == 1
 
 
+@pytest.mark.full
 def test_phases_are_those_of_a_run_of_so_many_tokens(command, capsys):
     words = ["--model", "gpt2-124m", "--recipe", "delayed", "--gpu", "H100", "--phases", "default"]
     assert command("estimate", *words, "--tokens", "10B", "--json") == 0

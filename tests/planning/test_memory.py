@@ -107,6 +107,7 @@ IN_ONE_SHAPE = [
         for shape in SHAPES
     ],
 )
+@pytest.mark.full
 def test_tensors_saved_for_backward_are_estimated_within_a_tenth(shape, recipe, backend):
     checkpointing: Recompute
     for checkpointing in get_args(Recompute):
@@ -181,6 +182,7 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
         ("mixture", "delayed", "block", 2),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_the_peak_of_a_step_is_estimated_within_a_tenth(
     shape, recipe, checkpointing, micro_batches
 ):
@@ -362,6 +364,7 @@ def estimated(command, capsys) -> Estimated:
     return run
 
 
+@pytest.mark.full
 def test_one_sequence_more_than_the_largest_batch_does_not_fit(estimated):
     table = estimated("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
     config = load_config("gpt-nano")
@@ -397,6 +400,7 @@ def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
     assert (proposal in capsys.readouterr().out) == bool(counts)
 
 
+@pytest.mark.full
 def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(estimated):
     arguments = ["--model", "gpt2-124m", "--capability", "8.0", "--batch", "8", "--recipe"]
     table = estimated(*arguments, "bf16")
@@ -408,6 +412,7 @@ def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight
 
 
 @pytest.mark.capability("D1")
+@pytest.mark.full
 def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys):
     sizes: dict[str, Any] = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27}
     sizes |= {"context": 256, "mlp_width": 4779, "tied": "true"}
@@ -455,6 +460,7 @@ def test_a_gpu_that_is_named_stands_for_no_other():
     assert memory_of(CPU) == (None, "")
 
 
+@pytest.mark.full
 def test_the_active_parameters_of_a_mixture_are_told(estimated):
     run = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
     assert (run["parameters"], run["active_parameters"]) == (2_102_656, 923_008)

@@ -137,6 +137,7 @@ CASES = [
 
 @pytest.mark.capability("A5")
 @pytest.mark.parametrize(("recipe", "backend", "dtype", "style"), CASES)
+@pytest.mark.full
 def test_a_real_pass_computes_and_casts_as_the_plan_says(style, recipe, backend, dtype):
     config = STYLES[style]
     passes = 2 if style in ("gpt2", "llama") else 1

@@ -236,6 +236,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.capability("A1", "B8", "E1", "E2")
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.full
 def test_a_recipe_runs_on_every_machine_as_the_table_says(recipe):
     for expected in cells():
         if expected.requested == recipe:
@@ -310,6 +311,7 @@ def check_substitution(expected: Cell, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.full
 def test_te_and_the_version_of_torch_matter_to_fp8_on_a_gpu_alone(recipe):
     for machine in MACHINES.values():
         if recipe in PLAIN or machine.capability is None:

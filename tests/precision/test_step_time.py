@@ -350,6 +350,7 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(("model", "gpu", "batch", "recipe"), QUESTIONS)
+@pytest.mark.full
 def test_plan_auto_estimate_and_the_module_give_one_answer(model, gpu, batch, recipe, monkeypatch):
     monkeypatch.setattr(memory_check, "Footprint", NoMemory)
     flags = {"model": model, "recipe": recipe, "batch": 2 * batch, "accumulate": 2}
@@ -369,6 +370,7 @@ def test_plan_auto_estimate_and_the_module_give_one_answer(model, gpu, batch, re
         assert planned.is_fp8 == planned.runs_fp8 == (expected.verdict == "FP8 pays")
 
 
+@pytest.mark.full
 def test_where_a_capability_is_given_auto_goes_by_the_card_of_the_lesser_gain():
     config = load_config("gpt2-1.5b")
 

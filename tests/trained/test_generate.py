@@ -368,6 +368,7 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
 @pytest.mark.parametrize(
     "data", [case(x, quick=x == "llmc.bin") for x in ("ids.bin", "llmc.bin", "of_megatron")]
 )
+@pytest.mark.full
 def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command, tmp_path, capsys):
     ids = np.random.default_rng(0).integers(0, 256, 5000)
     ids.astype("<u2").tofile(tmp_path / "ids.bin")

@@ -58,6 +58,7 @@ def in_folder(tmp_path, monkeypatch) -> Path:
         *(pytest.param(name, marks=pytest.mark.slow) for name in NEW if name not in QUICK),
     ],
 )
+@pytest.mark.full
 def test_a_run_cut_off_goes_on_to_the_bit(recipe, in_folder, command):
     for out in ("whole", "cut"):
         assert command("pretrain", "--recipe", recipe, "--steps", "6", "--out", out, *FLAGS) == 0
@@ -70,6 +71,7 @@ def test_a_run_cut_off_goes_on_to_the_bit(recipe, in_folder, command):
         assert {int(v) for key, v in state.items() if key.endswith(".draws")} == {6}
 
 
+@pytest.mark.full
 def test_telemetry_plan_estimate_and_report_know_a_recipe_that_no_code_knows(
     in_folder, command, capsys
 ):

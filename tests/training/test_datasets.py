@@ -151,6 +151,7 @@ def cut_short(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("more", [[], ["--phases", "default", "--recipe", "delayed"]])
+@pytest.mark.full
 def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
     command, tokens, tmp_path, monkeypatch, more
 ):
@@ -423,6 +424,7 @@ def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch
         load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)
 
 
+@pytest.mark.full
 def test_a_runs_files_may_move_and_so_may_the_run(command, tmp_path):
     shape = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
     (tmp_path / "mine.toml").write_text(shape)

@@ -55,6 +55,7 @@ class Calls(TorchDispatchMode):
     ("recipe", "model"),
     [("delayed", "gpt-nano"), ("mxfp8", "gpt-nano"), ("delayed", "gpt-nano-moe")],
 )
+@pytest.mark.full
 def test_no_step_calls_what_is_refused(recipe, model, tmp_path):
     refused = refused_on_gpus()
     assert {"histc", "median", "bincount"} <= refused  # cumsum repeats from torch 2.15 on

@@ -54,6 +54,7 @@ def trained(folder: Path, recipe: str, **flags: Any) -> SmallLoop:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4", "bf16", "fp16"])
+@pytest.mark.full
 def test_a_replayed_run_is_the_eager_run_to_the_bit(
     recipe: str, accumulate: int, tmp_path: Path, recorder: Callable[[], type[Recorder]]
 ) -> None:
@@ -102,6 +103,7 @@ UPDATE_SCALES = DelayedScaling._update_weight_scales
         (replaces_its_scales, nullcontext()),
     ],
 )
+@pytest.mark.full
 def test_passes_that_cannot_be_recorded_are_eager(
     fault: Callable[..., None], warning: AbstractContextManager[object],
     tmp_path: Path, recorder: Callable[[], type[Recorder]], monkeypatch: pytest.MonkeyPatch,

@@ -67,6 +67,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return mode
 
 
+@pytest.mark.full
 def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     as_on_a_gpu, tmp_path, monkeypatch
 ) -> None:

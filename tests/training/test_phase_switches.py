@@ -97,6 +97,7 @@ def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases
         *(case(name, "fp32", (3, 5), quick=False) for name in ("current", "mxfp8")),
     ],
 )
+@pytest.mark.full
 def test_a_run_resumed_within_each_phase_repeats_to_the_bit(command, recipe, last, steps):
     Path("phases.toml").write_text(PHASES.replace('recipe = "fp32"', f'recipe = "{last}"'))
     saved = [*TINY, "--save-every", "1", "--set", "keep_checkpoints=12"]
@@ -219,6 +220,7 @@ def harmful(folder: Path, *more: dict[str, Any]) -> SmallLoop:
     return small
 
 
+@pytest.mark.full
 def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_path):
     small = harmful(tmp_path / "r")
     small.advance(5)
@@ -236,6 +238,7 @@ def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_pat
 
 
 @pytest.mark.capability("C3")
+@pytest.mark.full
 def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
     small = harmful(tmp_path / "r")
     small.advance(8)
@@ -253,6 +256,7 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
         assert small.run.plan.precision == "fp32"
 
 
+@pytest.mark.full
 def test_after_the_phases_ended_losses_and_the_sample_are_of_the_reference(tmp_path, monkeypatch):
     small = harmful(tmp_path / "r", {"name": "evaluation", "recipe": "current"})
     while small.run.step < 8:
@@ -290,6 +294,7 @@ def test_a_recipe_that_does_none_stays(tmp_path):
     assert compared.call_count == 7
 
 
+@pytest.mark.full
 def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"), save_every=2, steps=9)
     small.spoil("blocks.0.mlp.up.weight", {4, 5, 6})
@@ -418,6 +423,7 @@ def test_more_steps_that_move_the_phases_are_announced(tmp_path):
     assert events(tmp_path / "r")[-1][:2] == (7, "stable")
 
 
+@pytest.mark.full
 def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeypatch):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
     h100 = Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")

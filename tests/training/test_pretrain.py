@@ -165,6 +165,7 @@ def compiling() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiling")
+@pytest.mark.full
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     uninterrupted, command, tmp_path, monkeypatch, capsys
 ):

@@ -70,6 +70,7 @@ def halting(rank: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.full
 def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     command, tmp_path, monkeypatch
 ):

@@ -111,6 +111,7 @@ def test_the_quantizers_of_every_shipped_recipe_are_checked():
         pytest.param("*compiled*", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.full
 def test_what_is_compiled_holds(pattern):
     """Inductor's own code is tried by `fp8stack conform` itself."""
     facts = results(CPU, pattern)
@@ -118,6 +119,7 @@ def test_what_is_compiled_holds(pattern):
     assert any(row["verdict"] == "pass" for row in facts)
 
 
+@pytest.mark.full
 def test_rows_and_features_that_no_fp8_gemm_takes_are_emulated_and_models_are_near_float32():
     assert_hold(results(CPU, "*by emulate, 33 x 50*"))
     assert_hold(results(CPU, "gemms: [cd]* by torch, 200*"))

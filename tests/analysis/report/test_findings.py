@@ -78,6 +78,7 @@ def test_scales_that_have_not_settled_are_no_alarm(analyzed):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("since", "when"), [(0, "all along"), (120, "from step 120 on")])
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.full
 def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
     analyzed, kind, since, when, recipe
 ):

@@ -67,6 +67,7 @@ def _poisoned(value: Any, evil: str, key: str = "") -> Any:
     ],
     ids=range(len(EVIL) + 2),
 )
+@pytest.mark.full
 def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_path, capsys):
     name = "".join(c for c in evil if c not in "/\0\ud800")
     run = make_run(tmp_path / f"r{name}", steps=40, blocks=1, every=20)

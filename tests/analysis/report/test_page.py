@@ -71,6 +71,7 @@ class Page(HTMLParser):
 SECTIONS = ("attention", "training", "fp8", "plan", "events", "configuration")
 
 
+@pytest.mark.full
 def test_a_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
     change = outlier("blocks.1.mlp.up", "input", 100)
     run = make_run(tmp_path / "a", blocks=2, change=change, what_if=["mxfp8"])
@@ -242,6 +243,7 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
 # The commands
 
 
+@pytest.mark.full
 def test_the_command_writes_the_page_and_its_plots(tmp_path, command, capsys):
     """The same run gives the same page, and no plot has formulas for numbers."""
     rows: list[dict[str, Any]] = [

@@ -134,6 +134,7 @@ COMMAND = (
 STOPPED = "fp8stack: Stopped. The same command continues from the last whole shard.\n"
 
 
+@pytest.mark.full
 def test_a_command_that_is_stopped_says_so_and_goes_on(tmp_path):
     path = written(tmp_path / "a.jsonl", lines(documents(2000)) * 6)
     options: dict[str, Any] = {"shard_tokens": 20_000, "held_out": 0.01}

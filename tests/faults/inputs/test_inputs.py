@@ -46,6 +46,7 @@ ALL_BAD = {
 
 
 @pytest.mark.parametrize("corruption", [*CORRUPTIONS, *OF_RUNS])
+@pytest.mark.full
 def test_the_file_is_named_and_the_last_good_checkpoint_used(corruption, pristine, tmp_path):
     assert problem(pristine, tmp_path / "copy", corruption, corruption in ALL_BAD) == ""
 
@@ -178,6 +179,7 @@ def test_any_data_are_taken_or_refused_in_one_line(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
+@pytest.mark.full
 def test_any_file_of_a_run_is_read_or_refused_in_one_line(name, pristine, tmp_path):
     assert input_fuzz.fuzz(tmp_path, *input_fuzz.run_files(pristine)[name], 8) >= 6
 

@@ -45,6 +45,7 @@ def events_of(run: Run) -> list[tuple[int, str]]:
         *(pytest.param(recipe, [0, 1], marks=pytest.mark.slow) for recipe in RECIPES),
     ],
 )
+@pytest.mark.full
 def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
     recipe, share, tmp_path
 ):
@@ -74,6 +75,7 @@ def test_without_the_guard_the_same_check_finds_every_fault_lost(tmp_path, monke
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
+@pytest.mark.full
 def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(recipe, tmp_path):
     runs = []
     for name in ("spoilt", "left out"):
@@ -110,6 +112,7 @@ def left_out(step: int) -> dict[str, Any]:
         *((recipe, 4, []) for recipe in ("block", "mxfp8", "nvfp4")),
     ],
 )
+@pytest.mark.full
 def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
     recipe, step, sets, tmp_path
 ):
@@ -160,6 +163,7 @@ def alternating(place: str, **more: Any) -> Fault:
 
 
 @pytest.mark.parametrize("log_every", [case(1, quick=False), case(10, quick=True)])
+@pytest.mark.full
 def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_every, tmp_path):
     keys = {"steps": 80, "save_every": 8, "log_every": log_every, "guard": {"patience": 2}}
     run = spoilt(tmp_path, "delayed", [alternating("input", only_in_fp8=True)], **keys)
@@ -190,6 +194,7 @@ def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
         *(("current", "weight"), ("current", "moment")),  # gone back from once
     ],
 )
+@pytest.mark.full
 def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_named(
     recipe, place, tmp_path
 ):
@@ -200,11 +205,13 @@ def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_nam
     ("recipe", "place"),
     [*(case(r, "input", quick=r in ("delayed", "mxfp8")) for r in FP8), ("delayed", "amax")],
 )
+@pytest.mark.full
 def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place, tmp_path):
     assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
 
 
 @pytest.mark.parametrize("place", ["history", "scale"])
+@pytest.mark.full
 def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place, tmp_path):
     losses = []
     for most in (0, INF):

@@ -183,6 +183,7 @@ class Graphs(list):
      ({}, False, True)],
     ids=[*SHAPES, "qwen3 compiled", "gpt2 compiled by a dense mask"],
 )  # fmt: skip
+@pytest.mark.full
 def test_blocks_of_scores_and_compiled_code_give_the_dense_masks_losses_and_gradients(
     shape, gpu, compiled, monkeypatch, request
 ):

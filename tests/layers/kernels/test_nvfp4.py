@@ -46,6 +46,7 @@ def test_the_first_copy_alone_is_that_of_both():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.full
 def test_the_operators_are_as_torch_wants_them(way):
     x, columnwise = torch.randn(32, 48).bfloat16(), WAYS[way]
     torch.library.opcheck(torch.ops.fp8stack.nvfp4_amaxes.default, (x, columnwise.hadamard))
@@ -79,6 +80,7 @@ def code(kernel: str, capability: int, *, bf16: bool = True, **variant: Any) -> 
     ("capability", "stochastic"),
     [(100, True), pytest.param(120, False, marks=pytest.mark.slow)],
 )
+@pytest.mark.full
 def test_the_code_reads_16_bytes_and_writes_sectors_of_memory(
     capability, stochastic, tmp_path, monkeypatch
 ):
@@ -117,6 +119,7 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
         for place, form in enumerate(FORMS)
     ],
 )
+@pytest.mark.full
 def test_no_register_is_spilled_and_an_sm_runs_two_squares(
     capability, kernel, form, tmp_path, monkeypatch
 ):

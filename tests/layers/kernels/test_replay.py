@@ -88,6 +88,7 @@ def test_elsewhere_nothing_is_recorded() -> None:
      *(pytest.param(*pair, marks=pytest.mark.slow)
        for pair in (("delayed", "norm"), ("current", "adaptive")))],
 )  # fmt: skip
+@pytest.mark.full
 def test_runs_whose_guard_is_recorded_are_those_of_eager_code_to_the_bit(
     recipe: str, clip_mode: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

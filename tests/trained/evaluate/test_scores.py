@@ -107,6 +107,7 @@ def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     assert default.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_mixture_runs_in_every_recipe_with_its_biases_and_the_scales_of_its_experts(mixture):
     recipes = ["fp32", "delayed", "current", "mxfp8", "nvfp4", "bf16"]
     state = load_file(mixture / "checkpoints" / "step-000006" / "model.safetensors")

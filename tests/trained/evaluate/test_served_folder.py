@@ -69,6 +69,7 @@ def changed(folder: Path, change: Any, file: str = "config.json") -> None:
         ("delayed", None, "delayed"),
     ],
 )
+@pytest.mark.full
 def test_a_folder_is_served_as_the_recipe_of_its_scheme(runs, export, recipe, scheme, p):
     result = agree(runs[recipe], p, str(export(scheme, recipe)))
     # Weights are multiplied out before the GEMM, and 1 / (1 / scale) may differ in the last bit.

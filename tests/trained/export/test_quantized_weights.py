@@ -104,6 +104,7 @@ def dequantized(
     ("name", "recipe"),
     [*((name, "delayed") for name in MODELS), *(("qwen3", recipe) for recipe in RECIPES[1:])],
 )
+@pytest.mark.full
 def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
     config = MODELS[name]
     model, source = trained(config, recipe)
@@ -406,6 +407,7 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
         for of in (("llama", False), ("llama", True), ("arcee", False), ("qwen3", True))
     ],
 )
+@pytest.mark.full
 def test_transformers_runs_every_export_as_it_loads_it_by_default(
     recipe, name, dtype, tied, tmp_path
 ):

@@ -42,6 +42,7 @@ def stored(folder: Path) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
 
 
 @pytest.mark.parametrize(("layout", "kind"), FOLDERS)
+@pytest.mark.full
 def test_an_export_of_a_folder_holds_its_tensors_to_the_byte(layout, kind, command, tmp_path):
     write_quantized(tmp_path / "source", layout, kind)
     assert command("export", "hf:source", *FP8) == 0
@@ -57,6 +58,7 @@ def test_experts_are_written_again_to_the_byte(model, command, tmp_path):
     assert stored(tmp_path / "x") == stored(tmp_path / "source")
 
 
+@pytest.mark.full
 def test_a_run_writes_the_bytes_until_a_step_changes_a_weight(command, tmp_path, capsys):
     values = write_quantized(tmp_path / "source", "deepseek")
     start = ["--init", "hf:source", *TRAIN]
@@ -152,6 +154,7 @@ def test_a_repository_is_compared_in_the_cache_and_not_fetched_again(
         *((scheme, "llama") for scheme in ("mxfp4", "mxfp6")),
     ],
 )
+@pytest.mark.full
 def test_a_written_scheme_is_read_back_here_and_by_transformers(scheme, model, command, tmp_path):
     write_quantized(tmp_path / "source", "block", model=model)
     assert command("export", "hf:source", *FP8, "--scheme", scheme) == 0

@@ -101,6 +101,7 @@ def _newest(run: Path) -> Path:
     return checkpoints.candidates(run / "checkpoints")[0]
 
 
+@pytest.mark.full
 def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared):
     saved = _newest(shared / "r")
     for group in ("model", "optimizer"):

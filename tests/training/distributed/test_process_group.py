@@ -373,6 +373,7 @@ assert set(GRID) > QUICK
     ("recipe", "backend", "parallel"),
     [case(*row, quick=row in QUICK) for row in GRID],
 )
+@pytest.mark.full
 def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
 
@@ -386,6 +387,7 @@ def test_two_ranks_draw_the_random_bits_of_one(trained):
 
 @pytest.mark.capability("C1")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.full
 def test_two_ranks_go_through_the_phases_of_one(trained, parallel):
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
     runs = [trained.several((*flags, "--parallel", parallel), count, unchanged) for count in (1, 2)]
@@ -446,6 +448,7 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     "recipe",
     ["delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "block", "mxfp8"))],
 )
+@pytest.mark.full
 def test_two_ranks_train_as_one_by_transformer_engine(trained, recipe):
     compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
 

@@ -27,6 +27,7 @@ from tests.support.small_loop import MIXTURE, SmallLoop, changed
 NAN, INF = math.nan, math.inf
 
 
+@pytest.mark.full
 def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_of_fp8(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", steps=16, save_every=4, guard={"layer_steps": 3})
     small.spoil("blocks.0.mlp.up", range(6, 12))
@@ -49,6 +50,7 @@ def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_o
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.full
 def test_experts_leave_fp8_together_if_one_goes_wrong(recipe, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, steps=8, guard={"patience": 2}, **MIXTURE)
     small.spoil("blocks.0.mlp.experts.up", {4, 5}, group=2)
@@ -108,6 +110,7 @@ def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path
         case("delayed", {"forward_format": "e5m2", "residual": "bf16"}, quick=False),
     ],
 )
+@pytest.mark.full
 def test_the_guard_finds_nothing_in_a_clean_run(recipe, keys, tmp_path):
     small = SmallLoop(
         tmp_path / "r", recipe, steps=8, recipe_overrides=keys, guard={"warmup": 8, "window": 8},
@@ -117,6 +120,7 @@ def test_the_guard_finds_nothing_in_a_clean_run(recipe, keys, tmp_path):
     assert small.events() == []
 
 
+@pytest.mark.full
 def test_layer_by_layer_leaves_fp8_then_the_whole_model_and_rows_tell_the_precision_of_their_step(
     tmp_path,
 ):
@@ -205,6 +209,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, T
         for step, saves in ((5, False), (8, False), (10, False), (12, False), (7, True))
     ],
 )
+@pytest.mark.full
 def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_again(
     step, saves, uninterrupted, tmp_path
 ):
@@ -230,6 +235,7 @@ def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_ag
         ({3, 15}, 5, {"calm_steps": 8}, 0),
     ],
 )
+@pytest.mark.full
 def test_a_stop_between_two_rows_decides_nothing_of_its_own(
     bad_steps, stopped_at, guard, incidents, tmp_path
 ):

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "recipe", [case(name, quick=name == "delayed") for name in ("fp32", "delayed", "current")]
 )
+@pytest.mark.full
 def test_all_of_twenty_tenfold_losses_are_caught_and_no_clean_step_is(recipe, tmp_path):
     outcome = spiked(tmp_path, recipe, SPIKES, steps=160)
     assert (outcome.injected, outcome.survived, outcome.lost) == (20, 20, ())
@@ -27,6 +28,7 @@ def test_all_of_twenty_tenfold_losses_are_caught_and_no_clean_step_is(recipe, tm
     assert [row["event"] for row in rows if "event" in row] == ["skip"] * 20
 
 
+@pytest.mark.full
 def test_of_clean_steps_in_fp16_none_is_skipped(tmp_path):
     assert falsely_skipped(tmp_path, "fp16", 80) == 0
 

@@ -83,6 +83,7 @@ def test_the_heap_grows_with_what_is_held():
 
 
 @pytest.mark.capability("D9")
+@pytest.mark.full
 def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_path):
     """A step in the steady state allocates as often and as much as the step before."""
     counts = []

@@ -107,6 +107,7 @@ class Event:
 
 
 @pytest.mark.capability("D5")
+@pytest.mark.full
 def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(profiler, "TOP", 1000)  # which are the slowest is up to chance
     keys: dict[str, Any] = {"profile": True, "profile_step": 2, "profile_steps": 3}
@@ -129,6 +130,7 @@ def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path, monkeypa
     assert "Memory in 3 steps: " in text
 
 
+@pytest.mark.full
 def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
     command, refused, tmp_path, capsys
 ):

@@ -74,6 +74,7 @@ def tensorboard(run: Path, key: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in _events(run).Scalars(key)]
 
 
+@pytest.mark.full
 def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes_on(
     tracked, command, tmp_path
 ):

@@ -162,6 +162,7 @@ def trained(tmp_path_factory) -> dict[str, SmallLoop]:
 
 
 @pytest.mark.parametrize("name", [*CHAINED, "sgd"])
+@pytest.mark.full
 def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
     rows = metrics(trained[name].run.folder.path)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
@@ -299,6 +300,7 @@ def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path):
         pytest.param({"optimizer": "adamwfp8"}, "delayed", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.full
 def test_a_resumed_run_goes_on_to_the_bit(keys, recipe, tmp_path):
     keys = keys | {"save_every": 3, "steps": 6}
     through = SmallLoop(tmp_path / "through", recipe, **keys)

@@ -60,6 +60,7 @@ def test_in_the_same_recipe_it_is_the_run_itself(recipe, tmp_path):
 
 @pytest.mark.capability("C1")
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8", "bf16"])
+@pytest.mark.full
 def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_them(recipe, tmp_path):
     flags = {"phases": shared(until=AT + 1)}
     uninterrupted = trained(tmp_path / "uninterrupted", recipe, **flags)
@@ -72,6 +73,7 @@ def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_the
     ] == ["compared"]
 
 
+@pytest.mark.full
 def test_what_random_bits_were_drawn_goes_on_in_other_phases(tmp_path):
     """Counters of stochastic rounding, and scales of a recipe that stays, are taken over."""
     first = {"name": "first", "until": AT + 2}
@@ -100,6 +102,7 @@ CHANGES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.capability("C1")
 @pytest.mark.parametrize(("first", "second", "flags"), CHANGES)
+@pytest.mark.full
 def test_it_goes_on_in_another_recipe(first, second, flags, tmp_path):
     before = trained(tmp_path / "a", first, steps=AT)
     branched = SmallLoop(
@@ -163,6 +166,7 @@ def test_the_learning_rate_may_change(tmp_path):
     assert rates[3] > rates[4] > rates[5]
 
 
+@pytest.mark.full
 def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
     first = SmallLoop(tmp_path / "a", "delayed", **EVERY | {"steps": AT})
     first.loop.guard.demoted["blocks.0.mlp.down"] = None
@@ -208,6 +212,7 @@ def test_its_first_checkpoint_is_its_own(tmp_path):
         ("save", Saver),
     ],
 )
+@pytest.mark.full
 def test_killed_as_it_begins_it_begins_again_by_the_same_command(
     when, place, tmp_path, monkeypatch
 ):

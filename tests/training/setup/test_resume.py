@@ -89,6 +89,7 @@ def test_a_finished_run_says_so_and_is_not_changed(run, command, capsys):
 @pytest.mark.parametrize(
     ("began_with", "dtype", "faster"), [("no", "fp32", "bf16"), ("yes", "bf16", "fp32")]
 )
+@pytest.mark.full
 def test_a_run_goes_on_in_its_compute_dtype_on_another_kind_of_cpu(
     began_with, dtype, faster, finished, command, monkeypatch, tmp_path, capsys
 ):

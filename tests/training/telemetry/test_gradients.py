@@ -142,6 +142,7 @@ def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
     [("fp32", "auto"), ("delayed", "emulate"), ("fp16", "auto"), ("mxfp8", "emulate"),
      ("delayed", "torch")],
 )  # fmt: skip
+@pytest.mark.full
 def test_the_runs_numbers_are_the_same_to_the_bit_with_and_without(
     tmp_path: Path, recipe: str, backend: str
 ) -> None:
@@ -225,6 +226,7 @@ def test_an_injected_fault_is_named(
     "recipe",
     [case(x, quick=x in ("fp16", "delayed")) for x in ("fp32", "fp16", "delayed", "mxfp8")],
 )
+@pytest.mark.full
 def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
     small = loop(tmp_path, recipe, model_overrides=FOUR)
     small.advance(10)

@@ -217,6 +217,7 @@ def test_experts_have_rows_of_their_recipe_and_of_the_same_to_try() -> None:
         assert by_recipe[1][key] == row | {"what_if": True}
 
 
+@pytest.mark.full
 def test_a_compiled_pass_is_sampled_and_changes_nothing() -> None:
     models = [convert(Mlp(), "delayed") for _ in "ab"]
     telemetry = Telemetry(fp8stack.plan_of(models[0]), 1)
@@ -485,6 +486,7 @@ def test_numbers_are_named_by_figure_and_operand() -> None:
 @pytest.mark.parametrize(
     "recipe", [case(name, quick=name in ("delayed", "block")) for name in RECIPES]
 )
+@pytest.mark.full
 def test_a_sampled_pass_asks_a_device_for_no_number(recipe: str, backend: str) -> None:
     hardware = Hardware("cuda", (10, 0) if recipe == "mxfp8" else (9, 0))
     config = CONFIG.model_copy(update={"width": 128})
@@ -533,6 +535,7 @@ def test_a_plan_of_a_recipe_whose_layers_all_stay_out_of_fp8_gives_a_model_row()
 # Trackers
 
 
+@pytest.mark.full
 def test_wandb_writes_an_offline_run_into_the_run_folder(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +577,7 @@ def test_a_tracker_that_is_not_installed_is_named_in_a_line(
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "block", "mxfp8"])
+@pytest.mark.full
 def test_a_sample_on_a_device_copies_nothing_to_it_and_reads_nothing_before_its_end(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
