@@ -172,18 +172,27 @@ def covering_tests(data: CoverageData, file: str) -> dict[int, set[str]]:
     }
 
 
-def select(tests: set[str], durations_s: Mapping[str, float], budget_s: float) -> list[str]:
-    """Tests that took `budget_s` together, shortest first: a case of each function, then a second
-    case, and so on. They are ordered by file, so that a module's fixtures are made once."""
+def select(
+    tests: set[str], file: str, durations_s: Mapping[str, float], budget_s: float
+) -> list[str]:
+    """Tests that took `budget_s` together: those whose path is like the file's come first; then the
+    shortest case of each function, the second shortest, and so on. They are ordered by their files,
+    so that a module's fixtures are made once."""
     by_function = defaultdict(list)
     for test in sorted(tests, key=lambda test: (durations_s[test], test)):
         by_function[test.partition("[")[0]].append(test)
     rounds = itertools.zip_longest(*by_function.values())
-    shortest = [test for cases in rounds for test in cases if test]
-    sums_s = itertools.accumulate(durations_s[test] for test in shortest)
-    chosen = shortest[: max(1, sum(sum_s <= budget_s for sum_s in sums_s))]
+    ordered = [test for cases in rounds for test in cases if test]
+    ordered.sort(key=lambda test: _shared_folders(test, file), reverse=True)
+    sums_s = itertools.accumulate(durations_s[test] for test in ordered)
+    chosen = ordered[: max(1, sum(sum_s <= budget_s for sum_s in sums_s))]
     files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
     return sorted(chosen, key=lambda test: files.index(test.partition("::")[0]))
+
+
+def _shared_folders(test: str, file: str) -> int:
+    mirrored = test.partition("::")[0].replace("tests/", "fp8stack/").replace("test_", "")
+    return os.path.commonpath([mirrored, file]).count("/")
 
 
 def pytest(tree: Path, *arguments: str, limit_s: float = 600) -> tuple[int | None, list[str]]:
@@ -263,7 +272,7 @@ def run(chosen: argparse.Namespace, data: CoverageData, tree: Path) -> Iterator[
         if place := locate(mutation, sources):
             file, line = place
             covering = covering_tests(data, file).get(line, set()) & {*lines}
-            tests = select(covering, durations_s, chosen.budget)
+            tests = select(covering, file, durations_s, chosen.budget)
             limit_s = 300 + 5 * sum(durations_s[test] for test in tests)
             text = mutate(sources[file], line, mutation.mutated)
             result = judge(tree, file, text, tests, limit_s)
