@@ -264,9 +264,8 @@ def run(chosen: argparse.Namespace, data: CoverageData, tree: Path) -> Iterator[
     paths = sorted((tree / "fp8stack").rglob("*.py"))
     sources = {str(path.relative_to(tree)): path.read_text("utf-8") for path in paths}
     mutations = [Mutation(**row) for row in json.loads(DRAWN.read_text("utf-8"))]
-    first, step = map(int, chosen.part.split("/"))
     done = {row["mutation"] for row in _rows(chosen.results)}
-    for number in sorted({*range(first - 1, len(mutations), step)} - done):
+    for number in sorted({*range(len(mutations))} - done):
         mutation, start_s = mutations[number], time.monotonic()
         result: dict[str, Any] = {"result": "gone"}
         if place := locate(mutation, sources):
@@ -299,7 +298,6 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="(%(default)s)")
     parser.add_argument("--tier", default="not slow", help="markers (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=120, help="seconds of tests per mutation")
-    parser.add_argument("--part", default="1/1", help="1/2 and 2/2 may run at the same time")
     parser.add_argument("--against", type=Path, help="earlier results to compare with")
     chosen = parser.parse_args()
     data = CoverageData(str(chosen.coverage))
