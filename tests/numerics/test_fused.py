@@ -184,12 +184,6 @@ def messages_of_a_new_process(**environment):
 
 
 @pytest.mark.slow
-def test_nothing_is_said_where_numba_kept_the_casts():
-    assert fused.why_not() is None  # from here on
-    assert messages_of_a_new_process() == ""
-
-
-@pytest.mark.slow
 def test_that_numba_compiles_the_casts_is_said_once_on_a_machine(tmp_path):
     messages = [messages_of_a_new_process(NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     assert messages == ["Compiling the casts for this CPU, once: about 10 s.\n", ""]
