@@ -6,14 +6,12 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import cells, runner
 from bench.__main__ import main
 from bench.cells import Cells
 from bench.cost import grid
@@ -148,13 +146,6 @@ def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys)
     assert "block" in {row["arm"] for row in results["results"]}
 
 
-def test_a_baseline_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(grid, "build_step", broken)
-    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
-    with pytest.raises(RuntimeError, match="self must be row_major"):
-        runner.measured(grid, "grid", WORDS)
-
-
 @pytest.mark.slow
 def test_scenarios_run_without_the_peers_that_are_not_installed(tmp_path):
     code = f"""
@@ -184,11 +175,3 @@ def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsy
     printed = capsys.readouterr().err
     expected = "bench golden needs safetensors, which is not installed: pip install -e '.[test]'\n"
     assert printed == expected
-
-
-def test_the_seconds_to_build_an_arm_and_call_it_once_are_kept(monkeypatch):
-    clock = iter([10.0, 13.0])
-    seconds: dict[str, float] = {}
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    cells.runnable("case", {"ours": lambda: lambda: None}, seconds)
-    assert seconds == {"ours": 3.0}

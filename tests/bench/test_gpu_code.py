@@ -3,11 +3,8 @@ the committed results."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from collections import Counter
 from functools import cache
@@ -24,7 +21,6 @@ from bench.gpu_code.blocks import plan_of
 from bench.gpu_code.process import told
 from bench.runner import RESULTS
 from fp8stack.common import presets
-from fp8stack.common.errors import UserError
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
@@ -84,20 +80,6 @@ def test_a_recipe_is_compiled_for_the_gpus_that_run_it_natively(capsys):
     )
 
 
-@pytest.mark.parametrize("key", ["block_bytes", "weights_bytes", "launches"])
-def test_a_figure_that_grew_by_four_percent_is_named(key):
-    grown = copy.deepcopy(COMMITTED)
-    (row,) = [
-        row
-        for row in grown["results"]
-        if row["case"] == "llama-8b on 9.0" and row["arm"] == "delayed"
-    ]
-    assert gpu_code.grown(COMMITTED, grown) == []
-    row[key] = row[key] * 1.04 + 1
-    (line,) = gpu_code.grown(COMMITTED, grown)
-    assert line.startswith(f"llama-8b on 9.0, delayed: {key}")
-
-
 def test_an_experts_gemms_are_planned_as_those_of_a_group_of_rows():
     """torch has a grouped GEMM for the output and the input's gradient, not for the weight's."""
     plan = plan_of("olmoe-7b", "rowwise", "9.0")
@@ -106,30 +88,6 @@ def test_an_experts_gemms_are_planned_as_those_of_a_group_of_rows():
     assert {layer.plain_gemms for layer in experts} == {("wgrad",)}
     linears = [layer for layer in plan.layers if layer.fp8 and not layer.groups]
     assert {layer.plain_gemms for layer in linears} == {()}
-
-
-@pytest.mark.slow
-def test_what_is_counted_is_what_a_block_reads_and_writes():
-    """The bytes of three kernels of 8192 x 4096 elements, counted by hand."""
-    kernels = kernels_of("llama-8b", "delayed", "9.0")
-    block = [kernel for kernel in kernels if kernel["part"] == "block"]
-    assert Counter(k["kind"] for k in block if k["kind"] in ("GEMM", "attention")) == {
-        "GEMM": 12,  # of four linears
-        "attention": 2,
-    }
-    forward = [kernel for kernel in block if not kernel["backward"]]
-    backward = [k for k in block if k["backward"] and k["kind"] == "generated"]
-    bytes_of_an_element = {
-        # The first norm reads the stream in float32, and its output is written in FP8.
-        "norm and cast": (forward[0], 4 + 1),
-        # The stream in float32, read and written; attention's and the MLP's output in bf16.
-        "residual sum": (forward[-1], 4 + 4 + 2 + 2),
-        # The stream and its gradient are read and the new gradient written in float32, with the
-        # gradient of the norm's output in bf16: that of its weight is summed in the same kernel.
-        "norm's gradient": ([k for k in backward if k["bytes"] > 2**20][-1], 4 + 4 + 4 + 2),
-    }
-    for name, (kernel, size) in bytes_of_an_element.items():
-        assert kernel["bytes"] == pytest.approx(8192 * 4096 * size, rel=0.01), name
 
 
 MODELS = {768: "gpt2-124m", 1600: "gpt2-1.5b", 2048: "llama-1b", 4096: "llama-8b"}  # by width
@@ -172,39 +130,6 @@ def test_the_one_copy_of_other_recipes_joins_the_gradients_of_q_k_and_v(recipe, 
     assert all(re.search(r"\bcat\b", name) for name in names)
 
 
-PADDED_ROWS = """
-from bench.gpu_code.pretend import pretend
-pretend((9, 0))
-from unittest.mock import patch
-import torch
-compile = torch.compile
-def padding(function, options, **more):
-    return compile(function, options={**options, "comprehensive_padding": True}, **more)
-from bench.gpu_code.blocks import kernels_of, plan_of
-with patch.object(torch, "compile", padding):
-    kernels = kernels_of("gpt2-1.5b", plan_of("gpt2-1.5b", "delayed", "9.0"), stores=False)
-print(sum(kernel.copies for kernel in kernels))
-"""
-
-
-@pytest.mark.slow
-def test_codes_with_padded_rows_are_counted_as_copied():
-    """The codes that are transposed, of three inputs and three output gradients, are written a
-    second time for their GEMM."""
-    command = [sys.executable, "-W", "ignore", "-c", PADDED_ROWS]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "6", done.stderr
-
-
-@pytest.mark.slow
-def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own():
-    """Inductor writes columns byte by byte in a kernel that sums over rows."""
-    kernels = kernels_of("gpt2-124m", "delayed", "9.0")
-    turned = [kernel for kernel in kernels if kernel["name"] == "fp8stack::transpose_bytes"]
-    # The inputs of qkv, output and up; the output gradients of down, output and qkv.
-    assert [kernel["backward"] for kernel in turned] == 3 * [False] + 3 * [True]
-
-
 @pytest.mark.slow
 def test_the_host_is_timed_in_what_launches_all_kernels_of_a_step():
     """One cast of all weights; a graph that takes scales and a graph that updates the history; the
@@ -220,11 +145,6 @@ def test_the_host_is_timed_in_what_launches_all_kernels_of_a_step():
     assert all(row["ms"] > 0 and row["calls"] > 0 for row in rows)
 
 
-def test_the_host_casts_all_weights_in_two_launches_at_most():
-    weights = {row["arm"]: row["launches"] for row in COMMITTED["host"] if row["part"] == "weights"}
-    assert weights == {"bf16": 0, "delayed": 1, "current": 2, "block": 1}
-
-
 def test_no_committed_kernel_of_a_block_writes_byte_by_byte():
     narrow = {(row["case"], row["arm"]): row["narrow_bytes"] for row in COMMITTED["results"]}
     assert set(narrow.values()) == {0}
@@ -233,12 +153,6 @@ def test_no_committed_kernel_of_a_block_writes_byte_by_byte():
 def test_a_model_that_is_not_known_is_refused_before_anything_is_compiled(tmp_path):
     words = ["--models", "gpt2-124m,nope", "--out", str(tmp_path)]
     assert refusal(lambda: runner.run("gpu-code", words)).startswith("No model 'nope'")
-
-
-@pytest.mark.slow
-def test_a_capability_that_is_not_known_is_an_error():
-    with pytest.raises(UserError, match=r"gpt2-124m in bf16 on 7\.0"):
-        gpu_code.compiled("gpt2-124m", "bf16", "7.0", stores=False)
 
 
 # The scaled GEMMs of the code
@@ -281,26 +195,6 @@ def test_gemms_without_quantized_operands_are_torchs_own(recipe, capability, sca
     block = (k for k in kernels if k["part"] == "block" and k["kind"] == "GEMM")
     names = Counter(kernel["name"].partition("::")[2].partition(".")[0] for kernel in block)
     assert names == {scaled: 8} | plain
-
-
-BLOCKS_COMPILED_BY_INDUCTOR = """
-from bench.gpu_code.pretend import pretend
-pretend((9, 0))
-from fp8stack.layers.kernels import scaled_gemm
-scaled_gemm._COMPILES_SCALED_MM = True
-from bench.gpu_code.blocks import plan_of, scaled_gemms_of
-scaled_gemms_of("llama-8b", plan_of("llama-8b", "block", "9.0"))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ >= "2.15", reason="inductor is mended there")
-def test_the_scales_that_inductor_hands_to_another_gemm_are_refused():
-    """Inductor replaces scaled_mm by _scaled_mm, with the scales as they are."""
-    command = [sys.executable, "-W", "ignore", "-c", BLOCKS_COMPILED_BY_INDUCTOR]
-    done = subprocess.run(command, capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
-    assert "RefusedGemmError: _scaled_mm of torch.float8_e4m3fn (8192, 4096)" in last
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from bench import runner
 from bench.cells import json_lines
-from bench.gpu import gpu, kernels, micro, steps, visit, wheels
+from bench.gpu import kernels, micro, steps, visit, wheels
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,13 +120,6 @@ def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeyp
     assert " x bf16, host " in lines[2]
 
 
-def test_peers_take_turns_with_ours(tmp_path, monkeypatch):
-    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl", "--recipes", "bf16,plain,torchao")
-    assert [row["recipe"] for row in rows] == ["bf16", "plain", "bf16", "torchao"]
-    assert [bool(row["plan"]) for row in rows] == [True, False, True, False]
-    assert all(row["median_ms"] > 0 for row in rows)
-
-
 def test_an_arm_that_does_not_fit_beside_bf16_is_timed_alone(tmp_path, monkeypatch):
     build = steps.Arm.build
     alive: list[str] = []
@@ -144,23 +136,6 @@ def test_an_arm_that_does_not_fit_beside_bf16_is_timed_alone(tmp_path, monkeypat
         ("bf16", False),
         ("delayed", False),
     ]
-
-
-def test_the_hosts_time_ends_before_the_gpus():
-    now = [0.0]
-    queue: list[float] = []
-
-    def step() -> None:
-        now[0] += 0.002  # to launch; the GPU needs more
-        queue.append(0.005)
-
-    def wait(device: str) -> None:
-        now[0] = max(now[0], sum(queue))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(steps, "wait_for", wait)
-        patched.setattr(time, "perf_counter", lambda: now[0])
-        assert steps.turn(step, 10, "cuda") == pytest.approx((2.0, 5.0))
 
 
 # Kernels of a GPU: a profile's events, as torch 2.11 to 2.13 have them
@@ -197,30 +172,11 @@ def test_every_kernel_has_its_whole_name_its_operator_and_its_time():
     assert kernels.ms_by_kind(rows) == {"GEMM": 0.03, "inductor": 0.02, "copies": 0.0}
 
 
-def test_a_tile_with_wrong_bytes_is_not_timed():
-    codes = torch.zeros(64, dtype=torch.uint8)
-    micro.checked(lambda: None, (codes, codes.view(8, 8)))
-    with pytest.raises(ValueError, match="1 of 64 bytes are wrong"):
-        micro.checked(lambda: codes[0].fill_(1), (codes, torch.zeros(8, 8).byte()))
-
-
 # The visit
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return json_lines(folder / visit.RECORDS)
-
-
-def test_speed_comes_first_and_a_part_fits_in_a_command():
-    names = [task.name for task in gpu.TASKS]
-    assert len(set(names)) == len(names)
-    assert len({task.log(Path()) for task in gpu.TASKS}) == len(names)
-    assert names[0] == "operations: machine"
-    part_numbers = [task.part_number for task in gpu.TASKS]
-    assert part_numbers == sorted(part_numbers)
-    assert set(part_numbers) == gpu.PARTS.keys()
-    for task in gpu.TASKS:
-        assert task.seconds <= 60 * gpu.MINUTES < 570  # a command may take ten minutes
 
 
 def python(code: str, seconds: float = 60.0) -> visit.Task:
@@ -268,43 +224,6 @@ def test_a_visit_continues_after_the_tasks_that_are_recorded(tmp_path, capsys):
     assert started == ["print(1)", hangs.name.partition(":")[0]]  # what was never tried comes first
     # A dry run says nothing about the GPU.
     assert visit.Visit(tmp_path, 9.0, dry=True).recorded() == {}
-
-
-def test_no_task_starts_without_time_and_the_last_are_left_out(tmp_path, capsys):
-    tasks = [python("print(1)"), python("print(2)")]
-    assert not visit.Visit(tmp_path, 1.0, dry=False).run(tasks)
-    assert "The time is up; left out: print(1), print(2)." in capsys.readouterr().out
-    assert not records(tmp_path)
-
-
-def test_a_folder_that_is_named_from_here_is_where_its_tasks_write(monkeypatch, tmp_path):
-    task = visit.Task(1, "one", 'timeit -n 1 -r 1 \'open("{out}/written", "w")\'', 60.0)
-    monkeypatch.chdir(tmp_path)
-    assert visit.Visit(Path("here"), 99.0, dry=False).run([task])
-    assert (tmp_path / "here" / "written").exists()
-
-
-def test_archives_are_small_whole_and_without_weights(tmp_path, monkeypatch):
-    assert visit.FULL_ARCHIVE + visit.PIECE < 15 * 2**20
-    monkeypatch.setattr(visit, "PIECE", 1000)
-    monkeypatch.setattr(visit, "FULL_ARCHIVE", 1500)
-    trace, folder = os.urandom(5500), tmp_path / "out"
-    (folder / "run" / "checkpoints").mkdir(parents=True)
-    (folder / "trace.json.gz").write_bytes(trace)
-    (folder / "run" / "metrics.jsonl").write_text("{}")
-    (folder / "run" / "checkpoints" / "model.safetensors").write_bytes(trace)
-    for _ in range(2):  # what is there is written again
-        visit.pack(folder, folder / "packed")
-    archives = sorted((folder / "packed").iterdir())
-    assert [path.name for path in archives] == ["1.zip", "2.zip", "3.zip", "4.zip"]
-    assert max(path.stat().st_size for path in archives) < 1500 + 1000 + 500
-    contents: dict[str, bytes] = {}
-    for path in archives:
-        packed = zipfile.ZipFile(path)
-        contents |= {name: packed.read(name) for name in packed.namelist()}
-    pieces = [contents.pop(f"trace.json.gz.{number}") for number in range(1, 7)]
-    assert b"".join(pieces) == trace
-    assert contents == {"run/metrics.jsonl": b"{}"}
 
 
 KILLED = """

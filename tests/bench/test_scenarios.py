@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from bench import cells, report, runner
+from bench import report, runner
 from bench.cost import grid, operations
 from fp8stack.analysis.benchmark.timing import Timing, summarize
 from fp8stack.numerics import cast_to_fp8, dequantize, tensor_scale
@@ -69,11 +68,6 @@ def test_a_scenario_calls_what_it_times(monkeypatch):
     assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
 
 
-def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
-    assert grid.groups(["bf16", "a", "b"], H200) == [["bf16", "a"], ["bf16", "b"]]
-    assert grid.groups(["fp32", "a", "b"], CPU) == [["fp32", "a", "b"]]
-
-
 # Sizes
 
 
@@ -109,24 +103,7 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
         assert parameters == sorted(set(parameters))
 
 
-@pytest.mark.capability("D6")
-@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "gpu"])
-def test_the_batch_grows_from_32_to_256(hardware):
-    batches = grid.AXES[hardware.device]["batch"]
-    works = [grid.grown("batch", size, hardware, tiny=False) for size in batches]
-    assert [work.batch for work in works] == [32, 64, 128, 256]
-    assert all((work.config, work.context) == (works[0].config, works[0].context) for work in works)
-
-
 # The operations are what they are called
-
-
-def test_gigabytes_per_second_are_those_read_and_written():
-    timings = timed({name: [0.001] for name in operations.WRITTEN}, rounds=6)
-    rows = {row["arm"]: row for row in operations._cast_rows("case", timings, 10**6)}
-    assert rows["copy"]["gb_per_s"] == pytest.approx(8.0)  # 8 MB in a millisecond
-    assert rows["bf16"]["gb_per_s"] == pytest.approx(6.0)
-    assert rows["mxfp8"]["gb_per_s"] == pytest.approx(5.0)
 
 
 @pytest.mark.capability("D6")
@@ -187,11 +164,3 @@ def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
 
 
 # Other processes
-
-
-@pytest.mark.parametrize(("busy", "share"), [(16.0, 0.0), (26.0, 0.5)])
-def test_the_share_of_other_processes_is_that_of_all_cpus(busy, share, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    begin = cells.Clocks(wall=5.0, busy=100.0, this_process=50.0)
-    assert cells._others_share(begin, cells.Clocks(15.0, 100.0 + busy, 66.0)) == share
-    assert cells._others_share(begin, cells.Clocks(15.0, float("nan"), 66.0)) is None
