@@ -138,18 +138,6 @@ def _small_chunks(monkeypatch):
     trace.cache_clear()
 
 
-@pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
-def test_a_loss_in_chunks_keeps_no_probabilities(recipe):
-    for sequences in (8, 29):  # two chunks, and more than a trace runs
-        model, setting = build("nano", recipe, sequences=sequences)
-        expected, vocabulary = estimate(setting), setting.plan.layer("lm_head").out_features
-        assert expected.saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
-        probabilities = 4 * sequences * setting.context * vocabulary
-        norm_and_head = 4 * 128 * (sequences * setting.context + 2 * vocabulary)
-        assert expected.loss < norm_and_head + (0 if recipe == "fp32" else probabilities / 2 + 1)
-
-
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [("bf16", {}), ("mxfp8", {"quantizer": {"block": (1, 64)}})],
@@ -266,31 +254,6 @@ def test_weights_that_layers_keep_are_estimated_to_the_byte(recipe, backend):
     assert estimate(setting).fp8_weights == bytes_of([x for x in tensors if x.numel() > 1])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend"), [("fp32", "auto"), ("bf16", "auto"), ("delayed", "emulate")]
-)
-def test_copies_of_weights_that_a_micro_batch_saves_are_estimated_to_the_byte(recipe, backend):
-    model, setting = build("llama", recipe, backend)
-    saved: list[Tensor] = []
-
-    def save(x: Tensor) -> Tensor:
-        saved.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-        loss_of(model, setting)
-    shapes = {p.shape for p in model.parameters() if p.ndim == 2}
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    matrices = [x for x in saved if x.ndim == 2 and {x.shape, x.t().shape} & shapes]
-    parameters |= {
-        cached.copies.untyped_storage()._cdata
-        for layer in model.modules()
-        for cached in getattr(layer, "casts", {}).values()
-    }
-    copies = [x for x in matrices if x.untyped_storage()._cdata not in parameters]
-    assert estimate(setting).weight_copies == bytes_of(copies)
-
-
 def test_amax_histories_and_tables_of_rope_are_estimated():
     changes = {"quantizer": {"history_length": 512}, "weight": {"dgrad": {"history_length": 600}}}
     for shape, slots in (("llama", 3 * 8 + 8), ("mixture", 4 * (8 + 2 * 4))):
@@ -301,17 +264,6 @@ def test_amax_histories_and_tables_of_rope_are_estimated():
         tables = [x for pair in model._rotations.values() for x in pair]
         measured = bytes_of([delayed.history.history, delayed.history.scales, *tables])
         assert estimate(setting).buffers == pytest.approx(measured, rel=0.01)
-
-
-def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layers():
-    def element_bytes(recipe: str, **changes: Any) -> float:
-        plan = build("gpt2", recipe, recipe_overrides=changes)[1].plan
-        return PhaseEstimate(name="", steps=1, plan=plan, estimates={}).element_bytes
-
-    sizes = {"fp32": 4, "delayed": 1, "nvfp4": 0.5, "rowwise_wgrad_hp": (1 + 1 + 4) / 3}
-    assert {name: element_bytes(name) for name in sizes} == sizes
-    layers = [{"match": "blocks.*.mlp.*", "recipe": "mxfp4"}]
-    assert element_bytes("mxfp8", layers=layers) == (1 + 0.5) / 2
 
 
 def test_fsdp_shards_tensors_that_ddp_replicates():
@@ -400,17 +352,6 @@ def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
     assert (proposal in capsys.readouterr().out) == bool(counts)
 
 
-@pytest.mark.full
-def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(estimated):
-    arguments = ["--model", "gpt2-124m", "--capability", "8.0", "--batch", "8", "--recipe"]
-    table = estimated(*arguments, "bf16")
-    assert table["memory"] == 80 * 10**9  # by the data sheet
-    assert table["largest_batch"]["block"] > table["largest_batch"]["none"] > 8
-    for kind in estimated(*arguments, "fp32")["phases"][0]["estimates"].values():
-        assert kind["parts"]["weight_copies"] == 0
-        assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
-
-
 @pytest.mark.capability("D1")
 @pytest.mark.full
 def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys):
@@ -458,12 +399,6 @@ def test_a_gpu_that_is_named_stands_for_no_other():
     assert memory is not None
     assert name.endswith(", which stands for compute capability 9.0; others: --memory")
     assert memory_of(CPU) == (None, "")
-
-
-@pytest.mark.full
-def test_the_active_parameters_of_a_mixture_are_told(estimated):
-    run = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
-    assert (run["parameters"], run["active_parameters"]) == (2_102_656, 923_008)
 
 
 @pytest.mark.capability("C2")

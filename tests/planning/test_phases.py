@@ -30,13 +30,6 @@ def spans(*phases: PhaseConfig, recipe: str = "delayed", **changes: float) -> li
     return [(phase.name, phase.recipe, phase.first, phase.last) for phase in phases_in_order]
 
 
-def test_without_phases_the_run_is_one() -> None:
-    assert phases_of((), "delayed", **RUN) == (  # type: ignore[arg-type]
-        Phase(name="all", recipe="delayed", first=1, last=100),
-    )
-    assert evaluation_in((), "delayed", 100) is None
-
-
 @pytest.mark.parametrize(
     ("name", "edge", "middle"),
     [("conservative", "fp32", "fp32"), ("default", "bf16", "mine"), ("aggressive", "mine", "mine")],
@@ -53,11 +46,6 @@ def test_presets_follow_the_schedule_of_the_learning_rate(
     assert evaluation == Phase(name="evaluation", recipe=edge, first=1, last=100)
 
 
-def test_an_unknown_preset_is_named_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"'agressive'.*Did you mean 'aggressive'"):
-        preset("agressive")
-
-
 def test_a_phase_ends_at_a_step_or_at_a_share_of_all() -> None:
     early = PhaseConfig(name="early", recipe="bf16", until=3)
     middle = PhaseConfig(name="middle", until=0.55)
@@ -66,14 +54,6 @@ def test_a_phase_ends_at_a_step_or_at_a_share_of_all() -> None:
         ("middle", "delayed", 4, 55),
         ("late", "fp32", 56, 100),
     ]
-
-
-def test_phases_without_steps_are_left_out() -> None:
-    assert [name for name, *_ in spans(*preset("default"), warmup_steps=0)] == ["stable", "decay"]
-    long = spans(*preset("default"), decay_fraction=0.95)
-    assert [(name, first, last) for name, _, first, last in long] == [
-        ("warmup", 1, 10), ("decay", 11, 100),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -119,11 +99,6 @@ def test_the_precision_of_a_phase_has_its_overrides_and_refuses_other_names() ->
     assert plan.recipe.quantizers.input == Quantizer(amax="delayed", margin=2)
     with pytest.raises(UserError, match=r"No phase 'warmpu'.*Did you mean 'warmup'"):
         fp8stack.precision_for_phase("warmpu", hardware=H100)
-
-
-def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
-    late = PhaseConfig(name="late", recipe="bf16", until=200)
-    assert spans(late, PhaseConfig(name="later")) == [("late", "bf16", 1, 100)]
 
 
 @pytest.mark.parametrize(

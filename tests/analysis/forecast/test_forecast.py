@@ -59,11 +59,6 @@ def test_a_gap_is_told_in_percent_in_nats_and_in_tokens_with_its_sources():
     assert delayed.percent.high / delayed.percent.mean == pytest.approx(3.0, rel=0.05)
 
 
-def test_chinchillas_law_is_near_its_own_model():
-    """Chinchilla, 70 billion parameters and 1.4 trillion tokens, arXiv 2203.15556."""
-    assert chinchilla_loss(70e9, 1.4e12) == pytest.approx(1.95, abs=0.03)
-
-
 @pytest.mark.parametrize(
     ("model", "tokens", "is_wider", "has_extra"),
     [

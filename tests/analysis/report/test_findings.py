@@ -90,15 +90,6 @@ def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
     assert "SQNR 17.5 dB" in sentence
 
 
-@pytest.mark.parametrize(
-    ("figure", "value"), [("sqnr_db", 19.0), ("saturated", 0.02), ("underflow", 0.2), ("amax", 900)]
-)
-def test_one_figure_is_enough_to_stand_out(analyzed, figure, value):
-    (out,) = analyzed(change=at("blocks.1.mlp.up, input", {figure: value}, 101)).outliers
-    assert out.operand.name == "blocks.1.mlp.up, input"
-    assert (list(out.values), out.step) == ([figure], 120)
-
-
 UP = "blocks.1.mlp.up, weight"
 NOT_FINITE = {"amax": None, "sqnr_db": None, "nonfinite": 0.02}
 
@@ -122,11 +113,6 @@ def test_a_bad_sample_has_a_finding_of_its_weight(analyzed, level, sentence, fig
     picture = amaxes(result, "r")
     assert picture is not None
     assert ("triangle" in picture.caption) == ("bits" in sentence)
-
-
-def test_the_worst_figures_have_their_place_alarming_or_not(analyzed):
-    extremes = analyzed(change=at(UP, {"sqnr_db": 22.4}, 60, 61)).extremes
-    assert ("lowest SQNR", "22.4 dB", UP, 60) in extremes
 
 
 @pytest.mark.parametrize(("last", "level"), [(False, "note"), (True, "warning")])
@@ -172,16 +158,6 @@ def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(analyzed, c
     assert not any("clipped" in finding.text for finding in result.findings)
 
 
-def test_layers_are_compared_with_those_of_their_format(analyzed):
-    def change(row):
-        last_block_in_fp4(row)
-        at("blocks.5.mlp.up, input", {"sqnr_db": 5.0, "amax": 2.0**20})(row)
-
-    (out,) = analyzed(400, 6, change=change).outliers
-    assert out.operand.name == "blocks.5.mlp.up, input"
-    assert out.values.keys() == {"sqnr_db", "amax"}
-
-
 @pytest.mark.parametrize("is_phase", [False, True])
 def test_another_recipe_of_a_later_phase_does_not_stand_out(analyzed, is_phase):
     def change(row):
@@ -193,18 +169,6 @@ def test_another_recipe_of_a_later_phase_does_not_stand_out(analyzed, is_phase):
     phase = {"step": 190, "event": "phase", "phase": "late", "why": "nvfp4 was asked for"}
     result = analyzed(400, 6, metrics=[*metric_rows(400), *[phase] * is_phase], change=change)
     assert any("from step 200 on" in text for text in texts(result, "warning")) is not is_phase
-
-
-def test_samples_that_are_taken_again_count_once(analyzed):
-    samples = operand_rows(4, [10, 20, 30])
-    samples += [
-        row | {"amax": 7.0} if "amax" in row else row for row in samples if row["step"] == 20
-    ]
-    telemetry = analyzed(telemetry=samples).run.telemetry
-    assert telemetry.model["step"] == 20
-    for operand in telemetry.operands:
-        assert operand.steps.tolist() == [10, 20]
-        assert operand.figures["amax"][-1] == 7.0
 
 
 # Events
@@ -290,16 +254,6 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     assert [session.ended for session in run.sessions] == [
         "stopped by a signal, and saved", "killed, or still running",
     ]  # fmt: skip
-
-
-def test_what_is_missing_or_too_large_is_noted(tmp_path):
-    run = make_run(tmp_path / "r", telemetry=[])
-    (run / "plan.json").unlink()
-    with (run / "run.toml").open("r+b") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
-    result = analyze(read_run(run))
-    assert texts(result, "note") == ["run.toml cannot be read.", "plan.json is missing."]
-    assert verdict(result) == "Nothing alarming: 2 notes."
 
 
 @pytest.mark.parametrize(
