@@ -182,21 +182,6 @@ def test_torch_takes_every_scaled_gemm_of_every_recipe(model, capability):
     check_gemms(model, native(capability), capability)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "capability", "scaled", "plain"),
-    [
-        ("rowwise_wgrad_hp", "9.0", "_scaled_mm", {"mm": 4}),
-        ("nvfp4_forward_high", "10.0", "mx_gemm", {"addmm": 4}),  # biases are added in fprop
-    ],
-)
-def test_gemms_without_quantized_operands_are_torchs_own(recipe, capability, scaled, plain):
-    kernels = kernels_of("gpt2-124m", recipe, capability)
-    block = (k for k in kernels if k["part"] == "block" and k["kind"] == "GEMM")
-    names = Counter(kernel["name"].partition("::")[2].partition(".")[0] for kernel in block)
-    assert names == {scaled: 8} | plain
-
-
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 

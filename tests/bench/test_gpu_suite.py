@@ -8,9 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import torch
 
 from bench import runner
 from bench.cells import json_lines
-from bench.gpu import kernels, micro, steps, visit, wheels
+from bench.gpu import micro, steps, visit, wheels
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,56 +118,7 @@ def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeyp
     assert " x bf16, host " in lines[2]
 
 
-def test_an_arm_that_does_not_fit_beside_bf16_is_timed_alone(tmp_path, monkeypatch):
-    build = steps.Arm.build
-    alive: list[str] = []
-
-    def within_memory(arm: steps.Arm) -> None:
-        alive.append(arm.recipe)
-        if len(alive) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        build(arm)
-
-    monkeypatch.setattr(steps.Arm, "build", within_memory)
-    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl")
-    assert [(row["recipe"], row["in_turn"]) for row in rows] == [
-        ("bf16", False),
-        ("delayed", False),
-    ]
-
-
 # Kernels of a GPU: a profile's events, as torch 2.11 to 2.13 have them
-
-
-def event(name: str, device: str = "CPU", us: float = 0.0, **more: Any) -> Any:
-    fields: dict[str, Any] = {
-        "device_type": SimpleNamespace(name=device), "is_user_annotation": False, "kernels": [],
-        "cpu_parent": None, "input_shapes": [], "self_cpu_time_total": 1.0,
-        "time_range": SimpleNamespace(start=0.0, end=us),
-    }  # fmt: skip
-    return SimpleNamespace(name=name, **fields | more)
-
-
-def test_every_kernel_has_its_whole_name_its_operator_and_its_time():
-    long = "triton_red_fused_native_layer_norm_backward_" + 60 * "x"
-    launched = lambda name, us: SimpleNamespace(name=name, duration=us)  # noqa: E731
-    node = event("autograd::engine::evaluate_function: CompiledFunctionBackward")
-    multiply = event("aten::mm", cpu_parent=node, input_shapes=[[4096, 1600]],
-                     kernels=[launched("nvjet_tst_128x256", 30.0)])  # fmt: skip
-    reduce = event(long, cpu_parent=node, kernels=[launched(long, 7.0), launched(long, 8.0)])
-    kernels_alone = [
-        event("nvjet_tst_128x256", "CUDA", 30.0), event(long, "CUDA", 7.0),
-        event(long, "CUDA", 8.0), event(long, "CUDA", 8.0), event("Memset (Device)", "CUDA", 2.0),
-        event("step 1", "CUDA", 99.0, is_user_annotation=True),
-    ]  # fmt: skip
-    rows = kernels.launches([node, multiply, reduce, *kernels_alone])
-    assert rows == [
-        ("nvjet_tst_128x256", "aten::mm", node.name, "[[4096, 1600]]", 1, 30.0),
-        (long, long, node.name, "[]", 2, 15.0),
-        (long, "", "", "", 1, 8.0),  # launched by none that the profiler knows
-        ("Memset (Device)", "", "", "", 1, 2.0),
-    ]
-    assert kernels.ms_by_kind(rows) == {"GEMM": 0.03, "inductor": 0.02, "copies": 0.0}
 
 
 # The visit
@@ -258,28 +207,6 @@ def test_a_machine_without_a_package_is_told_so_in_one_line(tmp_path):
 
 
 # Wheels for a machine that lacks packages
-
-
-NOW = "python_version <= '{}.{}'".format(*sys.version_info)
-
-
-def test_what_is_missing_is_named_with_what_installed_packages_want():
-    installed = {
-        "torch": ["typing-extensions>=4.10", "triton==3; platform_system == 'Linux'"],
-        "typing-extensions": [],
-        "typer": ["Rich>=13", "shellingham", "old; python_version < '3.8'", f"now; {NOW}"],
-        "rich": ["pygments", "ipywidgets; extra == 'jupyter'", "colorama; sys_platform == 'win32'"],
-    }
-
-    def requires(name: str) -> list[str]:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    missing = wheels.missing(["torch>=2.10", "typer", "pydantic>=2.10", "ml_dtypes"], requires)
-    assert list(missing) == ["pydantic", "ml-dtypes", "triton", "shellingham", "now", "pygments"]
-    assert list(wheels.missing(wheels.dependencies())) == []  # these tests run
-    assert any(name.startswith("pydantic") for name in wheels.dependencies())
 
 
 def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path):

@@ -6,21 +6,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench import report, runner
 from bench.__main__ import main
 from bench.cost import grid
-from fp8stack.analysis.benchmark.timing import Timing, interleaved, summarize
-from fp8stack.layers.linear import QuantizedLinear
+from fp8stack.analysis.benchmark.timing import Timing, summarize
 from fp8stack.precision import Hardware
 from tests.conftest import refusal
-from tests.support.clock import Operations, timed
+from tests.support.clock import timed
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 WORDS = ["--tiny", "--device", "cpu", "--recipes", "delayed", "--parts", "sizes"]
@@ -66,6 +63,10 @@ def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch
     assert "grid, width 16: delayed takes 1.800 of fp32, committed 1.200 (+50%)" in printed
     assert printed.count(" takes ") == 3  # delayed in three sizes
     assert runner.check([*committed, "--tolerance", "0.6"]) == 0
+    # A gain, and noise: the fastest round is 18 % slower, beyond the tolerance; rounds are not.
+    for slowdown, noise in ((0.5, (1.0,)), (1.0, (1.18, 1.19, 1.2, 1.25, 1.3))):
+        _grid_at(monkeypatch, slowdown, noise)
+        assert runner.check(committed) == 0
 
 
 @pytest.mark.capability("D6")
@@ -82,36 +83,6 @@ def test_ratios_to_another_baseline_are_refused(kinds):
     assert message.endswith("Measure it here first: python -m bench grid")
     message = refusal(runner.regressions, {"results": []}, now, 0.1)
     assert "no arm was measured that has a committed result" in message
-
-
-@pytest.mark.capability("D6")
-@pytest.mark.full
-def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
-    """Real steps, timed as always, by a clock that counts operations: emulated linears multiply
-    eight times as often as when the results were committed."""
-    words = [*WORDS, "--rounds", "6", "--warm-up", "1"]
-    monkeypatch.setattr(grid, "SHORT", words)
-    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
-    multiply = QuantizedLinear.multiply
-
-    def often(self: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(7):
-            multiply(self, x)
-        return multiply(self, x)
-
-    with Operations() as work:
-        timed = partial(interleaved, clock=lambda: float(work.count))
-        monkeypatch.setattr(grid, "interleaved", timed)
-        assert runner.run("grid", [*words, "--out", str(tmp_path)]) == 0
-        check = ["grid", "--results", str(tmp_path)]
-        assert runner.check(check) == 0
-        monkeypatch.setattr(QuantizedLinear, "multiply", often)
-        capsys.readouterr()
-        assert runner.check(check) == 1
-    printed = capsys.readouterr().out
-    for size in (16, 32, 48):
-        assert f"grid, width {size}: delayed takes " in printed
-    assert "fp32 takes" not in printed
 
 
 # The committed results

@@ -121,46 +121,4 @@ def test_every_cast_gives_its_format():
         assert (dequantize(copies[name]) - x).abs().max() < 0.1 * x.abs().max(), name
 
 
-def instances_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """The instances of the class `name` that `operations` creates from here on."""
-    instances: list[Any] = []
-    original = getattr(operations, name)
-
-    def make(*arguments: Any, **options: Any) -> Any:
-        instances.append(original(*arguments, **options))
-        return instances[-1]
-
-    monkeypatch.setattr(operations, name, make)
-    return instances
-
-
-def test_ways_to_a_scale_end_in_the_same_bytes_and_an_update_moves_what_was_recorded(monkeypatch):
-    x = torch.randn(64, 64)
-    results: dict[str, Any] = {name: arm() for name, arm in operations.scaled_casts(x).items()}
-    bare = results[operations.BARE].float()
-    assert torch.equal(results["current: amax, then its scale"].float(), bare)
-    # Delayed scaling casts with the scale known before, here none: 1.
-    first = results["delayed: amax noted, scale known"].float()
-    assert torch.equal(first, cast_to_fp8(x, 1.0, "e4m3").float())
-    assert results["amax alone"] == x.abs().max()
-    histories = instances_of(monkeypatch, "AmaxHistory")
-    arms = operations.updates(3, 4, "cpu")
-    arms["record"]()
-    assert histories[0].scales.tolist() == [1.0] * 3
-    arms["record and update"]()
-    assert histories[0].scales.tolist() == pytest.approx([448.0, 224.0, 448 / 3])
-
-
-@pytest.mark.parametrize("arm", ["norm, judged by the guard", "the same, and the host waits"])
-def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
-    monitors = instances_of(monkeypatch, "Monitor")
-    arms = operations.judging(16, "cpu")
-    optimizer = monitors[0]._optimizer
-    arms[arm]()
-    assert optimizer.found_inf == 0
-    optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.inf
-    arms[arm]()
-    assert optimizer.found_inf == 1
-
-
 # Other processes

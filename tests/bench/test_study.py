@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,45 +101,6 @@ def test_what_is_committed_says_that_eight_bits_cost_little():
         cell_group = [cell for cell in ladder if (cell["size"], cell["ratio"]) == place]
         worst = max(cell_group, key=lambda cell: cell["gap"]["mean"])["recipe"]
         assert "fp4" in worst, place
-
-
-def command(out: Path, *words: str) -> list[str]:
-    options = ["--tiny", "--workers", "1", "--out", str(out), "--runs", str(out / "runs"), *words]
-    return [sys.executable, "-m", "bench", "study", *options]
-
-
-@pytest.mark.capability("D11")
-@pytest.mark.slow
-def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
-    tmpdir = tmp_path / "tmp"  # where no other process measures times
-    tmpdir.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmpdir)}
-    process = subprocess.Popen(command(tmp_path), cwd=ROOT, env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    results, deadline = tmp_path / "study.jsonl", time.monotonic() + 600
-    while not (results.exists() and results.read_text()):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=600)
-    assert "stopping: the same command goes on" in printed
-    done = json_lines(results)
-    assert 1 <= len(done) < 4
-    with results.open("a") as file:
-        file.write('{"key": "half a li')  # as a kill leaves it
-    again = subprocess.run(command(tmp_path), cwd=ROOT, env=environment, text=True,
-                           capture_output=True, timeout=600)  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    assert f"{4 - len(done)} runs are to do, {len(done)} are there" in again.stdout
-    rows = json_lines(results)
-    assert sorted((result_row["recipe"], result_row["seed"]) for result_row in rows) == [
-        ("fp32", 0), ("fp32", 1), ("mxfp4", 0), ("mxfp4", 1)
-    ]  # fmt: skip
-    assert "| mxfp4 | " in (tmp_path / "study.md").read_text()
-    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == [
-        "tiny-1-fp32-seed0", "tiny-1-fp32-seed1",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "branches"), [("mxfp4", True), ("delayed", False)])

@@ -15,7 +15,6 @@ import torch
 
 from bench.gpu import golden
 from fp8stack.analysis.conform import oracles
-from fp8stack.analysis.conform import te_casts as te_raw
 from fp8stack.analysis.conform.checks import Context
 from fp8stack.analysis.conform.golden import FOLDER
 from fp8stack.common.errors import UserError
@@ -137,31 +136,6 @@ def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> Non
     }
     with pytest.raises(UserError, match="no tensors"):
         check(case, remaining)
-
-
-def test_what_cannot_be_captured_is_written_down_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: object) -> None:
-        raise RuntimeError("no kernel for this")
-
-    def few(context: Context) -> object:
-        chosen = (current, "cast bf16 e4m3")
-        return [(name, capture) for name, capture in every(context) if name in chosen]
-
-    every, current = (
-        golden.captures,
-        "current ordinary bf16: e4m3, tensor, float32, eps 0",
-    )
-    monkeypatch.setattr(te_raw, "quantize", broken)
-    monkeypatch.setattr(golden, "captures", few)
-    with te_with_quantizers():
-        facts = golden.captured(Context(MACHINE), tmp_path)
-    assert not facts["holds"]
-    assert facts["captured"] == 1
-    assert "no kernel for this" in facts["not_captured"][current]
-    description, _ = load(tmp_path / facts["file"])
-    assert "no kernel for this" in str(description["failed"])
 
 
 def test_outputs_that_are_two_percent_off_are_found(captured: Path) -> None:

@@ -110,15 +110,6 @@ def test_gemms_that_torch_does_not_multiply_in_fp4_take_bf16_and_a_weight_is_cas
     assert dequantized.operands == ("bf16", "e4m3 in bf16")
 
 
-def test_the_emulators_operands_are_fp8_values_in_a_wider_dtype():
-    on_gpu = rows("mxfp8", H100)["blocks.0.mlp.up", "fprop"]
-    on_cpu = rows("mxfp8", Hardware("cpu"))["blocks.0.mlp.up", "fprop"]
-    inexact = rows("block", H100, backend="emulate", power_of_two=False)
-    assert on_gpu.operands == ("e4m3 in bf16",) * 2
-    assert on_cpu.operands == ("e4m3 in fp32",) * 2
-    assert inexact["blocks.0.mlp.up", "fprop"].operands == ("e4m3 in fp32",) * 2
-
-
 def test_a_norm_within_transformer_engines_module_reads_a_rounded_stream():
     operations = rows("delayed", exclude=("blocks.1.mlp.down",))
     assert operations["blocks.0.mlp_norm", "norm"].operands == ("bf16",)
@@ -186,19 +177,6 @@ def test_activation_checkpointing_is_noted_and_a_model_in_fp32_casts_nothing():
     assert "once more" in last_lines["block"]
     assert "GEMMs and attention left out" in last_lines["selective"]
     assert "once more" not in last_lines["none"]
-
-
-@pytest.mark.capability("B9")
-def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer():
-    ends: dict[str, Any] = {"exclude_first_blocks": 1, "exclude_last_blocks": 1}
-    operations = rows("delayed", exclude=("*.attention.output",), head=True, **ends)
-    in_fp8 = {
-        path for (path, name), operation in operations.items() if operation.operands[0] == "e4m3"
-    }
-    linears = ("attention.qkv", "mlp.up", "mlp.down")
-    assert in_fp8 == {*(f"blocks.{i}.{linear}" for i in (1, 2) for linear in linears), "lm_head"}
-    assert operations["blocks.0.mlp.up", "wgrad"].why == "in the first 1 block"
-    assert operations["blocks.3.mlp.up", "wgrad"].why == "in the last 1 block"
 
 
 # The command

@@ -20,7 +20,6 @@ from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import BlockIndex, Recipe
 from tests import conftest
-from tests.support.study_recipes import BACKWARD_HIGH, LAST_BF16, NEAREST, NO_HADAMARD
 
 
 def all_of(input: Quantizer, weight: Quantizer | None = None, grad: Quantizer | None = None):
@@ -153,23 +152,6 @@ def test_attention_has_the_delayed_scaling_of_the_recipes_linears(name, options,
         assert recipe.delayed == (name == "delayed")
 
 
-@pytest.mark.parametrize(
-    ("path", "quantizers"),
-    [
-        (NEAREST, replace(NVFP4, grad_output=FP4, grad_output_wgrad=replace(FP4, hadamard=16))),
-        (NO_HADAMARD, all_of(FP4, SQUARES, DRAWN)),
-        (BACKWARD_HIGH, Quantizers(input=FP4, weight=SQUARES)),
-        (LAST_BF16, NVFP4),
-    ],
-    ids=lambda value: Path(value).stem if isinstance(value, str) else "",
-)
-def test_the_studys_variations_of_nvfp4_change_one_thing(path, quantizers):
-    recipe = load_recipe(path)
-    assert recipe.quantizers == quantizers
-    rules = [(rule.match, rule.quantizers) for rule in recipe.layers]
-    assert rules == ([("last 1 block", None)] if path == LAST_BF16 else [])
-
-
 def path_of(name: str) -> Path:
     """The file of a shipped recipe."""
     return presets.folder("recipes").joinpath(*name.split(":")).with_suffix(".toml")
@@ -280,26 +262,6 @@ def test_a_key_changes_the_fields_of_the_quantizers_that_it_speaks_of(
 def test_an_operand_may_stay_in_the_compute_dtype_or_keep_its_forward_values(write, lines, changed):
     table = load_recipe(write(f'like = "mxfp8"\n{lines}\n')).quantizers
     assert table == replace(all_of(MX), **changed)
-
-
-def test_a_recipe_of_known_parts_needs_no_other_recipe(write):
-    path = write(
-        """
-        description = "squares of weights in FP6, the gradients in FP8"
-        [quantizer]
-        format = "e3m2"
-        block = [1, 16]
-        scale = "power_of_two"
-        [weight]
-        block = [16, 16]
-        [grad_output]
-        format = "e5m2"
-        block = "row"
-        """
-    )
-    small = Quantizer(format="e3m2", block=(1, 16), scale="power_of_two")
-    rows = replace(small, format="e5m2", block="row")
-    assert load_recipe(path).quantizers == all_of(small, replace(small, block=(16, 16)), rows)
 
 
 def test_overrides_come_after_what_the_file_says(write):
