@@ -95,34 +95,32 @@ IN_ONE_SHAPE = [
 ]
 
 
+CHANGED: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("bf16", "auto", "llama", {"residual": "bf16"}),
+    ("bf16", "auto", "odd", {"attention": "fp32"}),
+    ("delayed", "auto", "mixture", {"residual": "bf16"}),
+    ("fp16", "auto", "gpt2", {"attention": "fp32"}),
+]
+
+
 @pytest.mark.capability("D1")
 @pytest.mark.parametrize(
-    ("recipe", "backend", "shape"),
+    ("recipe", "backend", "shape", "changes"),
     [
-        case(*run, shape, quick=run in IN_ALL_SHAPES or shape == "llama")
-        for run in IN_ONE_SHAPE
-        for shape in SHAPES
+        *(
+            case(*run, shape, {}, quick=run in IN_ALL_SHAPES or shape == "llama")
+            for run in IN_ONE_SHAPE
+            for shape in SHAPES
+        ),
+        *CHANGED,
     ],
 )
 @pytest.mark.full
-def test_tensors_saved_for_backward_are_estimated_within_a_tenth(shape, recipe, backend):
+def test_tensors_saved_for_backward_are_estimated_within_a_tenth(shape, recipe, backend, changes):
     checkpointing: Recompute
     for checkpointing in get_args(Recompute):
-        model, setting = build(shape, recipe, backend, checkpointing=checkpointing)
-        assert estimate(setting).saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "recipe", "overrides"),
-    [
-        ("llama", "bf16", {"residual": "bf16"}), ("odd", "bf16", {"attention": "fp32"}),
-        ("mixture", "delayed", {"residual": "bf16"}), ("gpt2", "fp16", {"attention": "fp32"}),
-    ],
-)  # fmt: skip
-def test_dtypes_that_a_recipe_changes_are_estimated(shape, recipe, overrides):
-    for checkpointing in ("none", "block"):
-        keys = {"recipe_overrides": overrides, "checkpointing": checkpointing}
-        model, setting = build(shape, recipe, **keys)
+        keys = {"recipe_overrides": changes, "checkpointing": checkpointing}
+        model, setting = build(shape, recipe, backend, **keys)
         assert estimate(setting).saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
 
 
@@ -291,7 +289,21 @@ def estimated(command, capsys) -> Estimated:
     return run
 
 
-@pytest.mark.parametrize("memory_gib", [0.02, 0.05, 0.1, 0.2, 10])
+@pytest.mark.full
+def test_one_sequence_more_than_the_largest_batch_does_not_fit(estimated):
+    table = estimated("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
+    config = load_config("gpt-nano")
+    plan = plan_for(config, "bf16", CPU)
+    for kind in ("none", "block"):
+        setting = Setting(
+            config=config, plan=plan, sequences=1, context=config.context, checkpointing=kind
+        )
+        largest = table["largest_batch"][kind]
+        peaks = [estimate(replace(setting, sequences=largest + more)).peak for more in (0, 1)]
+        assert peaks[0] <= table["memory"] < peaks[1]
+
+
+@pytest.mark.parametrize("memory_gib", [0.02, 0.1, 10])
 def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
     memory_gib, estimated, command, capsys
 ):
@@ -383,7 +395,6 @@ def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--recipe fp9", "No recipe 'fp9'"),
         ("--batch 9 --ranks 2", "cannot be shared equally by 2 ranks"),
         (
             "--ranks 2 --parallel fsdp --capability 9.0 --recipe delayed --backend te",
@@ -391,7 +402,6 @@ def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command,
         ),
         ("--context 4096", "--context 4096 is more than the 128"),
         ("--phases defualt", "Did you mean 'default'?"),
-        ("--capability hopper", "is no compute capability"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused):
