@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from bench.gpu_code.operators import OPERATORS, CpuOperators, Gemm
 from fp8stack import numerics
 from fp8stack.common import presets
 from fp8stack.common.formats import Quantizer
+from fp8stack.layers import kernels
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from tests.support.cuda_gemms import blocked_values
+from tests.support.kernel_faults import BLOCKS, DELAYED, GENERATED, MX, NV, NVFP4, OURS
 from tests.support.triton_code import interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -42,6 +45,14 @@ def test_every_recipe_that_a_gpu_runs_natively_is_executed_on_one():
 # Faults
 
 
+def test_kernels_have_the_lines_that_faults_change():
+    faults = [*DELAYED, *MX, *BLOCKS, *NV]
+    folder = Path(str(kernels.__file__)).parent
+    sources = {name: (folder / f"{name}.py").read_text() for name in (OURS, NVFP4)}
+    in_kernels = [fault for fault in faults if fault.kernels != GENERATED]
+    assert [fault for fault in in_kernels if fault.line not in sources[fault.kernels]] == []
+
+
 @pytest.mark.parametrize(
     "works",
     [
@@ -51,6 +62,7 @@ def test_every_recipe_that_a_gpu_runs_natively_is_executed_on_one():
     ],
     ids=lambda works: works[-1],
 )
+@pytest.mark.full
 def test_a_step_is_right_and_every_fault_in_its_kernels_is_noticed(works):
     names = [f"tests.support.kernel_faults:{work}" for work in works]
     assert interpreted(*names) == {name: [] for name in names}

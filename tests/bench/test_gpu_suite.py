@@ -135,6 +135,7 @@ def python(code: str, seconds: float = 60.0) -> visit.Task:
 FOUR = (python("print(1)"), python("1 / 0"), python("while True: pass", 1), python("print(2)"))
 
 
+@pytest.mark.full
 def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(tmp_path, capsys):
     archives = tmp_path / "archives"
     assert not visit.Visit(tmp_path, 99.0, dry=False, archives=archives).run(FOUR)
@@ -157,6 +158,7 @@ def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(tmp_path, c
     assert b"print(2): done" in packed.read("summary.txt")
 
 
+@pytest.mark.full
 def test_a_visit_continues_after_the_tasks_that_are_recorded(tmp_path, capsys):
     hangs = python('print("here"); import time; time.sleep(99)', 5)
     assert not visit.Visit(tmp_path, 99.0, dry=False).run([hangs, python("1 / 0")])
@@ -185,6 +187,7 @@ visit.Visit(Path(), 99.0, dry=False).run(tasks)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+@pytest.mark.full
 def test_what_was_found_is_kept_where_a_visit_is_killed(tmp_path, name, code):
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     script = KILLED.format(name=name)
@@ -194,6 +197,7 @@ def test_what_was_found_is_kept_where_a_visit_is_killed(tmp_path, name, code):
     assert "print(2)" not in {record["task"] for record in records(tmp_path)}
 
 
+@pytest.mark.full
 def test_a_machine_without_a_package_is_told_so_in_one_line(tmp_path):
     (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError(name='pydantic')\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

@@ -205,18 +205,15 @@ def test_several_runs_share_a_page_beside_them_which_is_written_over(tmp_path, c
 
 
 WRONG = {
-    "no such run": (["none"], "No run in 'none'"),
     "no run": (["empty"], "No run in 'empty'"),
     "a file": (["file"], "No run in 'file'"),
     "a folder as page": (["runs/a", "--out", "empty"], "--out empty is a folder"),
     "below a file": (["runs/a", "--out", "file/x.html"], "file is a file"),
-    "something else": (["runs/a", "--out", "file"], "file exists and is no report of fp8stack"),
     "a pipe": (["runs/a", "--out", "pipe"], "pipe exists and is no report of fp8stack"),
     "its metrics": (["runs/a", "--out", "runs/a/metrics.jsonl"], "is no report of fp8stack"),
     "a link": (["runs/a", "--out", "link.html"], "link_files is a symbolic link"),
     "plots' place": (["runs/a", "--out", "taken.html"], "taken_files is a file"),
     "apart": (["runs/a", "far/b"], "different folders. Say by --out"),
-    "nothing": ([], "Missing argument"),
 }
 
 
