@@ -143,6 +143,3 @@ def test_attention_and_its_gradients_are_torchs(masked):
         result, _ = OPERATORS["attention"](q, k, v, mask)
         gradients = OPERATORS["attention_backward"](dy, q, k, v, mask)
     torch.testing.assert_close((result, *gradients), (y.detach(), *expected))
-
-
-# The scenario

@@ -94,6 +94,7 @@ def run_steps(monkeypatch: Any, out: Path, *options: str) -> list[dict[str, Any]
     return json_lines(out)
 
 
+@pytest.mark.full
 def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeypatch, capsys):
     options = ["--layers", "2", "--batch", "16", "--profile"]
     rows = run_steps(monkeypatch, tmp_path / "steps.jsonl", *options)

@@ -119,6 +119,3 @@ def test_every_cast_gives_its_format():
         assert data.element_size() == operations.WRITTEN[name], name
     for name in ("mxfp8", "block"):
         assert (dequantize(copies[name]) - x).abs().max() < 0.1 * x.abs().max(), name
-
-
-# Other processes

@@ -87,6 +87,7 @@ def _weight(case: dict, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{case['name']}/weight bytes": data, f"{case['name']}/weight inverse": inverse}
 
 
+@pytest.mark.full
 def test_what_is_captured_of_the_stand_in_compares_well_and_is_small(captured: Path) -> None:
     description, tensors = loaded(captured)
     for case in description["cases"]:
@@ -117,6 +118,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("name", "field"), CHANGES)
+@pytest.mark.full
 def test_one_changed_bit_is_found(captured: Path, name: str, field: str) -> None:
     description, tensors = loaded(captured)
     (case,) = [case for case in description["cases"] if case["name"] == name]
@@ -128,6 +130,7 @@ def test_one_changed_bit_is_found(captured: Path, name: str, field: str) -> None
             check(case, tensors | {f"{name}/{field}": changed})
 
 
+@pytest.mark.full
 def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> None:
     description, tensors = loaded(captured)
     case = description["cases"][0]
@@ -138,6 +141,7 @@ def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> Non
         check(case, remaining)
 
 
+@pytest.mark.full
 def test_outputs_that_are_two_percent_off_are_found(captured: Path) -> None:
     description, tensors = loaded(captured)
     for scaling, field in (("delayed", "y"), ("block", "dx"), ("mxfp8", "d weight")):

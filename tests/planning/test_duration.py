@@ -109,6 +109,7 @@ def test_an_emulated_recipe_has_no_prediction():
     assert "is emulated on H100" in refusal(duration, ("nvfp4", 1.0))
 
 
+@pytest.mark.full
 def test_both_cards_of_a_capability_are_predicted(command, capsys):
     words = ["--model", "gpt2-124m", "--set", "model.layers=1", "--recipe", "bf16"]
     words += ["--tokens", "1B", "--capability", "9.0"]

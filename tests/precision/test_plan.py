@@ -611,9 +611,6 @@ def test_a_run_keeps_the_compute_dtype_that_it_began_with(machine, began, reason
     assert resolve("bf16", machine).for_layers(WIDE, compute_dtype="fp32").compute_dtype == "bf16"
 
 
-# A user's own recipe
-
-
 # Layers
 
 WIDTH, VOCABULARY = 768, 50257
@@ -1056,9 +1053,6 @@ def test_gemms_by_bf16_do_not_count_as_the_units_that_run():
     assert plan.units == "fp8"
     assert plan.summary()[0] == "plan: mxfp8, FP8 GEMMs by torch's scaled_mm, on cuda"
     assert resolve("nvfp4", B200, "torch").units == "fp4"
-
-
-# Values
 
 
 # Quantizers that no hardware multiplies as they are

@@ -381,6 +381,7 @@ class StepByStep(InProcess):
         raise subprocess.TimeoutExpired("", timeout)
 
 
+@pytest.mark.full
 def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeypatch, capsys):
     monkeypatch.setattr(runs, "subprocess", stand_in(StepByStep))
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: StepByStep.now_s))
@@ -398,6 +399,7 @@ def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeyp
     assert time_left["[4/4] delayed, seed 1 | step 10/10"] == "about 0 s"
 
 
+@pytest.mark.full
 def test_the_runs_of_a_comparison_are_those_of_pretrain(finished, command, tmp_path):
     flags = ["--config", str(finished[0] / "base.toml"), "--seed", "1", "--out", "r"]
     assert command("pretrain", "--recipe", "delayed", *flags) == 0
@@ -592,6 +594,7 @@ def test_a_run_that_diverges_is_a_result(lr, exit, command, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.full
 def test_runs_that_all_fail_end_in_one_line_and_a_table(command, tmp_path, capsys):
     tokens = np.tile(np.arange(200, dtype="<u2"), 40)
     tokens[3000] = 999  # seen only once a batch holds it

@@ -133,6 +133,7 @@ def _many(stream: Any, start: str, piece: str, count: int, end: str) -> None:
         for file in ("metrics.jsonl", "telemetry.jsonl")
     ],
 )
+@pytest.mark.full
 def test_an_absurd_file_takes_bounded_memory_and_time(content, file, tmp_path):
     run = make_run(tmp_path / "r", steps=200, blocks=1, every=100)
     with (run / file).open("a") as stream:
