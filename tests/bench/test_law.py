@@ -53,17 +53,6 @@ def test_the_law_that_comes_with_the_package_is_the_fit(refitted):
     assert (refitted.sources, refitted.addresses) == (shipped["sources"], shipped["addresses"])
 
 
-def test_a_source_that_is_left_out_does_not_count_for_the_level(rows, gaps, refitted):
-    nvidia = next(row.source for row in rows if row.training == "NVIDIA 12B")
-    without = law.fit(rows, gaps, without=nvidia)
-    assert set(refitted.sources["nvfp4"]) - set(without.sources["nvfp4"]) == {
-        "NVIDIA 12B",
-        "NVIDIA 8B",
-    }
-    louder = [r._replace(percent=9.0) if r.source == nvidia else r for r in rows]
-    assert law.fit(louder, gaps, without=nvidia).level == pytest.approx(without.level)
-
-
 def row(ratio: float, percent: float) -> law.PublishedGap:
     rows = law.published()
     base = next(row for row in rows if (row.training, row.use) == (law.QUARTET, "gap"))
@@ -75,22 +64,6 @@ def test_a_known_growth_is_found_again():
     exponent, cap = law.fit_growth([row(r, 2 * (min(r, 150.0) / 20) ** 0.3) for r in ratios])
     assert exponent == pytest.approx(0.3, rel=0.02)
     assert cap == pytest.approx(150.0, rel=0.02)
-
-
-@pytest.mark.parametrize("grows", [True, False])
-@pytest.mark.full
-def test_the_constant_can_win_and_can_lose(rows, gaps, refitted, grows):
-    """A source whose gaps grow with tokens as the law says, or not at all."""
-    constant = law.fit(rows, gaps, grows=False)
-    rule = refitted if grows else constant
-    source = [
-        row(ratio, rule.gap(8e9, ratio, 1.0).mean)._replace(
-            parameters=8e9, training="one", source="one", noise=0.05
-        )
-        for ratio in (0.05, 0.2, 1.0)
-    ]
-    scores = law.scores_left_out([*rows, *source], gaps)["one"]
-    assert (scores[0] > scores[1]) == grows
 
 
 @pytest.mark.capability("D12")

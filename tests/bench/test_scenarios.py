@@ -10,7 +10,7 @@ import torch
 
 from bench import report, runner
 from bench.cost import grid, operations
-from fp8stack.analysis.benchmark.timing import Timing, summarize
+from fp8stack.analysis.benchmark.timing import Timing
 from fp8stack.numerics import cast_to_fp8, dequantize, tensor_scale
 from fp8stack.precision import Hardware
 from tests.support.clock import timed
@@ -46,26 +46,6 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path):
         if name == "grid":
             assert row["paired_low"] <= row["paired"] <= row["paired_high"]
             assert report.paired_cell(row) in text
-
-
-@pytest.mark.capability("D6")
-def test_a_scenario_calls_what_it_times(monkeypatch):
-    """The numbers come from the clock: a stand-in clock determines them."""
-
-    def fake(arms: dict, **options: object) -> dict[str, Timing]:
-        assert options["rounds"] == 2
-        return {name: summarize([10.0 + i]) for i, name in enumerate(arms)}
-
-    monkeypatch.setattr(grid, "interleaved", fake)
-    words = [*SCENARIOS["grid"], "--parts", "sizes"]
-    rows = runner.measured(grid, "grid", words)["results"]
-    assert [row["fastest_ms"] for row in rows] == [10.0, 11.0] * 3  # the baseline and delayed
-    assert rows[0]["tokens_per_s"] == pytest.approx(16 / 0.010)  # 1 x 16 tokens
-    assert rows[1]["ratio"] == pytest.approx(1.1)
-    assert rows[1]["speedup"] == pytest.approx(1 / 1.1, abs=1e-4)
-    options = runner.timing_options(runner.parse(grid, "grid", ["--device", "cpu"]))
-    # A hundred rounds after a warm-up of ten.
-    assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
 
 
 # Sizes

@@ -60,25 +60,6 @@ def test_the_page_says_what_is_there_and_what_is_missing(tmp_path):
 
 
 @pytest.mark.full
-def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content():
-    jobs = study.jobs([*study.SIZES])
-    contents = [job.content("a CPU") for job in jobs]
-    assert len(set(contents)) == len(jobs) == len({job.name for job in jobs})
-    assert contents[0] != jobs[0].content("another CPU")
-    ladder = {
-        (job.size, job.ratio, job.recipe) for job in jobs if job.design == study_tables.SHARED
-    }
-    assert len(ladder) == 2 * (2 * (1 + 14) + 10) + 7
-    assert {job.steps for job in jobs if (job.size, job.ratio) == ("0.9M", 8)} == {7179}
-    cell_jobs = [
-        job for job in jobs if (job.size, job.ratio, job.design) == ("0.1M", 2, study_tables.SHARED)
-    ]
-    assert [job.seed for job in cell_jobs] == sorted(job.seed for job in cell_jobs)
-    keys = next(job.keys for job in cell_jobs if job.recipe == "mxfp4")
-    assert keys["phases"][0] == {"name": "shared", "recipe": "fp32", "until": 0.25}
-
-
-@pytest.mark.full
 def test_the_committed_runs_are_known_to_the_study():
     """A new key of recipes or models does not train them again."""
     planned = study.jobs([*study.SIZES, *study.RUNGS], Path("corpus"))

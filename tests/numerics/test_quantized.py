@@ -280,6 +280,58 @@ def test_a_scale_may_be_given_in_current_scaling():
     assert round_to(x, Quantizer(), 1, scale=scale).factor == quantized.scales
 
 
+REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("needs a generator", (replace(NVFP4, rounding="stochastic"), 1), {}),
+    ("'delayed' needs a scale", (Quantizer(amax="delayed"), 1), {}),
+    ("takes no scale from outside", (NVFP4, 1), {"scale": torch.tensor(1.0)}),
+    (r"shape \[4, 64\] has no dimension 2", (MXFP8, 2), {}),
+    (r"shape \[4, 64\] has no dimension -3", (Quantizer(block="row"), -3), {}),
+    ("a str is no Quantizer", ("mxfp8", 1), {}),
+    # A float64 scale was read as float32 in memory by compiled casts.
+    ("0-dim float32 tensor, not", (Quantizer(), 1), {"scale": torch.tensor(1.0).double()}),
+    ("0-dim float32 tensor, not", (Quantizer(amax="delayed"), 1), {"scale": torch.ones(4, 1)}),
+    ("0-dim float32 tensor, not", (Quantizer(), 1), {"scale": 2.0}),
+    (
+        "needs a generator with an int64 counter",
+        (Quantizer(rounding="stochastic"), 1),
+        {"generator": replace(DRAWN, counter=torch.tensor(3, dtype=torch.int32))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "arguments", "options"), REFUSED)
+@pytest.mark.parametrize("function", [quantize, round_to])
+def test_arguments_that_do_not_fit_are_refused(function, message, arguments, options):
+    with pytest.raises(ValueError, match=message):
+        function(torch.ones(4, 64), *arguments, **options)
+
+
+@pytest.mark.parametrize(("message", "arguments", "options"), REFUSED[:3])
+def test_an_error_is_of_a_quantizer_with_all_that_it_needs(message, arguments, options):
+    with pytest.raises(ValueError, match=message):
+        quantization_error(torch.ones(4, 64), arguments[0], **options)
+
+
+@pytest.mark.parametrize("function", [quantize, round_to])
+def test_what_is_no_tensor_to_quantize_is_refused(function):
+    x = torch.ones(4, 64)
+    for unsupported in (x.double(), x.int(), x.bool(), x.to(torch.float8_e4m3fn), x + 0j):
+        with pytest.raises(ValueError, match=f"{unsupported.dtype} is not quantized"):
+            function(unsupported, Quantizer(), 1)
+    for wrong, quantizer, message in (
+        (torch.tensor(1.0), Quantizer(), r"shape \[\]"),
+        (x.tolist(), MXFP8, r"a list is not quantized. Give a tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(wrong, quantizer, -1)
+    with pytest.raises(ValueError, match="does not fit a tensor of one dimension"):
+        quantize(torch.ones(16), replace(NVFP4, block=(16, 16)))
+    with pytest.raises(ValueError, match="a tensor on the CPU is on meta"):
+        round_to(x, Quantizer(), 1, scale=torch.ones((), device="meta"))
+    with pytest.raises(ValueError, match="is no matrix"):
+        round_to(torch.ones(2, 4, 64), NVFP4, 1)
+
+
 def test_scales_of_other_blocks_are_refused():
     """They were spread over the wrong elements."""
     x = torch.randn(4, 64)
@@ -356,55 +408,3 @@ def test_compiled_code_rounds_every_mantissa_as_eager_code_does():
 def test_hand_computed_codes_of_scales():
     for (name, rounding), table in HAND_COMPUTED.items():
         assert [mx_code(amax, name, rounding) for amax, _ in table] == [code for _, code in table]
-
-
-REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-    ("needs a generator", (replace(NVFP4, rounding="stochastic"), 1), {}),
-    ("'delayed' needs a scale", (Quantizer(amax="delayed"), 1), {}),
-    ("takes no scale from outside", (NVFP4, 1), {"scale": torch.tensor(1.0)}),
-    (r"shape \[4, 64\] has no dimension 2", (MXFP8, 2), {}),
-    (r"shape \[4, 64\] has no dimension -3", (Quantizer(block="row"), -3), {}),
-    ("a str is no Quantizer", ("mxfp8", 1), {}),
-    # A float64 scale was read as float32 in memory by compiled casts.
-    ("0-dim float32 tensor, not", (Quantizer(), 1), {"scale": torch.tensor(1.0).double()}),
-    ("0-dim float32 tensor, not", (Quantizer(amax="delayed"), 1), {"scale": torch.ones(4, 1)}),
-    ("0-dim float32 tensor, not", (Quantizer(), 1), {"scale": 2.0}),
-    (
-        "needs a generator with an int64 counter",
-        (Quantizer(rounding="stochastic"), 1),
-        {"generator": replace(DRAWN, counter=torch.tensor(3, dtype=torch.int32))},
-    ),
-]
-
-
-@pytest.mark.parametrize(("message", "arguments", "options"), REFUSED)
-@pytest.mark.parametrize("function", [quantize, round_to])
-def test_arguments_that_do_not_fit_are_refused(function, message, arguments, options):
-    with pytest.raises(ValueError, match=message):
-        function(torch.ones(4, 64), *arguments, **options)
-
-
-@pytest.mark.parametrize(("message", "arguments", "options"), REFUSED[:3])
-def test_an_error_is_of_a_quantizer_with_all_that_it_needs(message, arguments, options):
-    with pytest.raises(ValueError, match=message):
-        quantization_error(torch.ones(4, 64), arguments[0], **options)
-
-
-@pytest.mark.parametrize("function", [quantize, round_to])
-def test_what_is_no_tensor_to_quantize_is_refused(function):
-    x = torch.ones(4, 64)
-    for unsupported in (x.double(), x.int(), x.bool(), x.to(torch.float8_e4m3fn), x + 0j):
-        with pytest.raises(ValueError, match=f"{unsupported.dtype} is not quantized"):
-            function(unsupported, Quantizer(), 1)
-    for wrong, quantizer, message in (
-        (torch.tensor(1.0), Quantizer(), r"shape \[\]"),
-        (x.tolist(), MXFP8, r"a list is not quantized. Give a tensor"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            function(wrong, quantizer, -1)
-    with pytest.raises(ValueError, match="does not fit a tensor of one dimension"):
-        quantize(torch.ones(16), replace(NVFP4, block=(16, 16)))
-    with pytest.raises(ValueError, match="a tensor on the CPU is on meta"):
-        round_to(x, Quantizer(), 1, scale=torch.ones((), device="meta"))
-    with pytest.raises(ValueError, match="is no matrix"):
-        round_to(torch.ones(2, 4, 64), NVFP4, 1)

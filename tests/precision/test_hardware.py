@@ -163,6 +163,14 @@ def test_a_machine_without_cuda_is_its_cpu(no_cuda):
 # A fake GPU
 
 
+def test_an_unknown_device_is_refused_and_an_absent_one_with_a_way_out(no_cuda):
+    for device in ("gpu", "cuda:0", ""):
+        assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda, xpu."
+    for device in ("cuda", "xpu"):
+        message = f"No {device.upper()} GPU is usable by this torch. Use --device cpu."
+        assert refusal(probe, device) == message
+
+
 @pytest.mark.parametrize("cuda", ["12.9", "12.10", "12.4.1", None])
 def test_an_h100_is_read_from_what_torch_says(fake_gpu, cuda):
     name = "NVIDIA H100 80GB HBM3"
@@ -425,6 +433,19 @@ def test_a_te_that_is_too_old_is_named_with_the_remedy_and_not_imported(
     assert calls == []
 
 
+@pytest.mark.parametrize("version", ["2.20", "2.20.0.dev0+1a2b3c", "2.100", "3.0.0"])
+def test_a_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(
+    installed, import_ends, version
+):
+    installed(version)
+    calls = import_ends(0, stderr="UserWarning: something\n")
+    assert find_te() == find_te(timeout_s=7) == (version, "")
+    for command, _ in calls:
+        assert command[:3] == [sys.executable, "-P", "-c"]
+        assert "import torch, transformer_engine.pytorch" in command[3]
+    assert [options["timeout"] for _, options in calls] == [180, 7]
+
+
 @pytest.mark.parametrize(
     ("code", "stderr", "error", "reason"),
     [
@@ -637,6 +658,20 @@ def test_an_assumed_machine_can_be_without_te_as_every_cpu_is(capability, cuda):
     assert (cpu.device, cpu.capability, cpu.cpu_bf16, cpu.has_te) == ("cpu", None, False, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("9.0", "H200 or H100"), ("12.0", "RTX 5090"), ("7.0", "V100"), ("8.7", "GPU")],
+)
+def test_an_assumed_gpu_is_a_usual_one_of_its_generation_with_current_software(text, name):
+    machine, capability = assumed(text), tuple(map(int, text.split(".")))
+    assert (machine.device, machine.capability) == ("cuda", capability)
+    assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
+    assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
+    assert machine.torch_version == hardware.ASSUMED_TORCH
+    assert str(machine) == f"assumed {name} (compute capability {text})"
+    assert (find_gpu(machine.name) is None) == (name == "GPU")
+
+
 def test_assuming_asks_nothing_of_this_machine(monkeypatch):
     def touched(*args: object) -> None:
         raise AssertionError("the machine was asked")
@@ -647,9 +682,6 @@ def test_assuming_asks_nothing_of_this_machine(monkeypatch):
         monkeypatch.setattr(hardware, name, touched)
     assert assumed("9.0") == assumed("9.0")
     assert assumed("none") == assumed("none")
-
-
-# fmt: on
 
 
 @pytest.mark.parametrize("text", ["", "90", "9.x", "9.0.1", "-1.0", " 9.0", "sm_90", "cpu", "9.²"])
@@ -675,38 +707,3 @@ def test_hardware_reads_as_its_name_and_what_decides_the_plan(machine, text):
     with pytest.raises(ValueError, match="compute capability"):
         Hardware("cuda")
     assert "A CPU has no compute capability" in refusal(Hardware, capability=(9, 0))
-
-
-def test_an_unknown_device_is_refused_and_an_absent_one_with_a_way_out(no_cuda):
-    for device in ("gpu", "cuda:0", ""):
-        assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda, xpu."
-    for device in ("cuda", "xpu"):
-        message = f"No {device.upper()} GPU is usable by this torch. Use --device cpu."
-        assert refusal(probe, device) == message
-
-
-@pytest.mark.parametrize("version", ["2.20", "2.20.0.dev0+1a2b3c", "2.100", "3.0.0"])
-def test_a_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(
-    installed, import_ends, version
-):
-    installed(version)
-    calls = import_ends(0, stderr="UserWarning: something\n")
-    assert find_te() == find_te(timeout_s=7) == (version, "")
-    for command, _ in calls:
-        assert command[:3] == [sys.executable, "-P", "-c"]
-        assert "import torch, transformer_engine.pytorch" in command[3]
-    assert [options["timeout"] for _, options in calls] == [180, 7]
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [("9.0", "H200 or H100"), ("12.0", "RTX 5090"), ("7.0", "V100"), ("8.7", "GPU")],
-)
-def test_an_assumed_gpu_is_a_usual_one_of_its_generation_with_current_software(text, name):
-    machine, capability = assumed(text), tuple(map(int, text.split(".")))
-    assert (machine.device, machine.capability) == ("cuda", capability)
-    assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
-    assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
-    assert machine.torch_version == hardware.ASSUMED_TORCH
-    assert str(machine) == f"assumed {name} (compute capability {text})"
-    assert (find_gpu(machine.name) is None) == (name == "GPU")

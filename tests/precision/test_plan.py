@@ -243,6 +243,22 @@ VOCABULARY_MULTIPLES = {
 # Backends by name
 
 
+@pytest.mark.parametrize("recipe", FP8)
+def test_backends_by_name_emulate_or_replace_an_fp8_recipe_and_say_so(recipe):
+    for name, machine in MACHINES.items():
+        plan = resolve(recipe, machine, "emulate", strict=True)
+        assert (plan.recipe.name, plan.backend, plan.native) == (recipe, "emulate", False)
+        bf16 = machine.capability is not None and machine.capability >= (8, 0)
+        assert plan.compute_dtype == ("bf16" if bf16 else "fp32")
+        assert plan.reasons == ("emulated, as --backend emulate asks",)
+        plan = resolve(recipe, machine, "reference")
+        dtype = {"cpu": "fp32", "6.0": "fp32", "7.0": "fp16", "7.5": "fp16"}.get(name, "bf16")
+        assert (plan.recipe.name, plan.backend, plan.compute_dtype) == (dtype, "reference", dtype)
+        assert dtype in plan.reasons[0].rpartition(":")[2]
+        with pytest.raises(UserError, match="reference backend has no FP8"):
+            resolve(recipe, machine, "reference", strict=True)
+
+
 @pytest.mark.parametrize("machine", [CPU, CPU_BF16], ids=str)
 def test_torchs_gemm_runs_per_tensor_scaling_on_a_cpu_that_asks_for_it(machine):
     for recipe in ("delayed", "current"):
@@ -327,6 +343,62 @@ def check(
     else:
         strict = resolve(recipe, machine, backend, strict=True, **more)
         assert strict == dataclasses.replace(plan, strict=True)
+
+
+def cuda(machine: Hardware, *version: int) -> Hardware:
+    """`machine` with this version of CUDA."""
+    return dataclasses.replace(machine, cuda_version=version)
+
+
+OF_12 = "on compute capability 12.0"
+
+
+MACHINE_CASES: list[tuple[str, str, Hardware, str, tuple[str, ...]]] = [
+    # A backend that cannot serve.
+    ("delayed", "te", CPU, "emulate!", ("delayed needs an FP8 GPU and this is a CPU",)),
+    ("delayed", "torch", having(CPU, "neither"), "emulate!", (OLD_TORCH,)),
+    ("mxfp8", "torch", CPU, "emulate!", ("torch has no mxfp8 GEMM on a CPU: emulated",)),
+    ("rowwise", "torch", OLD_CPU, "emulate!", ("rowwise needs torch 2.12 on a CPU, this is",)),
+    ("mxfp8", "te", H100, "emulate!", ("mxfp8 needs compute capability 10.x or 12.x, this is",)),
+    ("rowwise", "torch", L4, "emulate!", ("rowwise needs compute capability 9.0",)),
+    ("delayed", "te", A100, "bf16!", ("8.0", ": bf16")),
+    ("current", "torch", T4, "fp16!", ("7.5", ": fp16")),
+    ("mxfp8", "te", RTX5090, "torch!", (f"Transformer Engine has no mxfp8 GEMM {OF_12}; torch ",)),
+    ("fp16", "auto", gpu(6, 1), "fp32!", ("fp16 needs compute capability 7.0, this is compute c",)),
+    # An RTX 50, by its version of torch.
+    (
+        "mxfp8",
+        "te",
+        with_torch(RTX5090, "2.13.1"),
+        "emulate!",
+        (f"mxfp8 needs torch 2.14 {OF_12}",),
+    ),
+    ("mxfp8", "auto", with_torch(RTX5090, "2.14.0"), "torch", ()),
+    ("rowwise", "auto", with_torch(RTX5090, "2.14.1"), "emulate!", (OF_12,)),
+    ("rowwise", "auto", with_torch(RTX5090, "2.15.0"), "torch", ()),
+    ("rowwise", "auto", with_torch(B200, "2.13.0"), "torch", ()),
+    ("nvfp4", "auto", with_torch(RTX5090, "2.13.0"), "torch", ()),
+    ("block", "auto", with_torch(RTX5090, "2.13.0"), "te", ()),
+    # The least version of CUDA.
+    ("block", "auto", cuda(H100, 12, 8), "bf16!", ("block needs CUDA 12.9", ": bf16")),
+    ("block", "auto", cuda(gpu(10, 3), 12, 8), "bf16!", ("block needs CUDA 12.9",)),
+    ("block", "auto", cuda(H100, 12, 9), "te", ()),
+    ("mxfp8", "auto", cuda(B200, 12, 6), "emulate!", ("mxfp8 needs CUDA 12.8", "emulated")),
+    ("mxfp8", "auto", cuda(B200, 12, 8), "te", ()),
+    ("nvfp4", "auto", cuda(gpu(12, 1), 12, 6), "emulate!", ("nvfp4 needs CUDA 12.8", "emulated")),
+    ("nvfp4", "auto", cuda(gpu(12, 1), 13, 0), "torch", ()),
+    ("delayed", "auto", cuda(H100, 11, 8), "te", ()),
+    ("auto", "auto", gpu(10, 3), "te", ()),
+    ("auto", "auto", gpu(12, 1), "te", ()),
+]
+
+
+@pytest.mark.capability("B11")
+@pytest.mark.parametrize(("recipe", "backend", "machine", "runs", "pieces"), MACHINE_CASES)
+def test_what_a_machine_lacks_is_named_and_what_runs_instead(
+    recipe, backend, machine, runs, pieces
+):
+    check(recipe, backend, machine, runs, pieces)
 
 
 NO_TE = f"Transformer Engine is not installed ({TE_REMEDY})"
@@ -674,6 +746,31 @@ def test_a_recipe_that_fell_back_has_no_fp8_layers_and_checks_no_exclusion(over)
     assert {layer.precision for layer in plan.layers} == {"bf16"}
 
 
+STAY_OUT: list[tuple[dict[str, Any], set[str], str]] = [
+    ({"exclude": ["*.qkv"]}, {f"blocks.{i}.attention.qkv" for i in range(6)}, "'*.qkv'"),
+    ({"exclude": ["blocks.[01].mlp.up"]}, {"blocks.0.mlp.up", "blocks.1.mlp.up"}, "[01].mlp.up'"),
+    ({"exclude": ["lm_head"]}, set(), ""),
+    ({"exclude": ["*"]}, {name for name in shapes() if name != "lm_head"}, "'*'"),
+    (
+        {"exclude_last_blocks": 1},
+        {name for name in shapes() if name.startswith("blocks.5.")},
+        "in the last 1 block",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "out", "why"), STAY_OUT)
+def test_layers_that_stay_out_are_in_bf16_and_say_why(changes, out, why):
+    """No layer leaves FP8 silently."""
+    plan = layered(strict=True, **changes)
+    assert left_out(plan) == out | {"lm_head"}
+    assert plan.for_layers(shapes()) == plan  # the same decisions again
+    for name in out:
+        assert why in plan.layer(name).reason
+        assert plan.layer(name).precision == "bf16"
+        assert f"{name}: bf16, " in sentences(plan)
+
+
 @pytest.mark.capability("B9")
 @pytest.mark.parametrize("pattern", ["*.QKV", "blocks.6.*", "", "lm_heads"])
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
@@ -857,6 +954,29 @@ def test_a_recipe_asked_for_by_name_runs_in_every_layer_that_the_hardware_serves
         assert f"note: {note}" in plan.summary()
         assert note not in sentences(plan)
     assert plan.to_json()["notes"] == [of_model, of_layers]
+
+
+def test_what_does_not_pay_is_judged_by_known_work_on_a_known_gpu_alone():
+    unknown = dataclasses.replace(H200, name="NVIDIA H900")
+    assert decided(TINY, "auto", unknown, work=FEW_TOKENS) == decided(TINY, "auto", unknown)
+    assert decided(TINY, "delayed", unknown, work=FEW_TOKENS).notes == []
+    for recipe in ("auto", "delayed"):
+        plan = decided(TINY, recipe)  # shapes alone
+        assert (left_out(plan), plan.notes) == (set(), [])
+        lenient, strict = (decided(TINY, recipe, strict=s, work=FEW_TOKENS) for s in (False, True))
+        assert strict == dataclasses.replace(lenient, strict=True)
+    # What is not native is for its numerics.
+    for recipe, machine, backend in (
+        ("delayed", CPU, "auto"),
+        ("delayed", CPU, "torch"),
+        ("auto", H200, "emulate"),
+        ("mxfp8", H200, "auto"),
+    ):
+        plan = decided(TINY, recipe, machine, backend, work=FEW_TOKENS)
+        assert (left_out(plan), plan.notes) == (set(), [])
+    plan = decided({"a": (100, 100)}, "delayed", work=FEW_TOKENS)  # left out anyway
+    assert plan.layers[0].reason == "100 in features and 100 out features, not divisible by 16"
+    assert plan.notes == []
 
 
 def test_the_summary_says_once_what_is_the_same_in_many_blocks():
@@ -1180,78 +1300,6 @@ def test_a_format_of_ones_own_is_emulated_on_every_machine_with_the_reason(capab
         resolve(OWN, hardware, strict=True)
 
 
-@pytest.mark.parametrize("recipe", FP8)
-def test_backends_by_name_emulate_or_replace_an_fp8_recipe_and_say_so(recipe):
-    for name, machine in MACHINES.items():
-        plan = resolve(recipe, machine, "emulate", strict=True)
-        assert (plan.recipe.name, plan.backend, plan.native) == (recipe, "emulate", False)
-        bf16 = machine.capability is not None and machine.capability >= (8, 0)
-        assert plan.compute_dtype == ("bf16" if bf16 else "fp32")
-        assert plan.reasons == ("emulated, as --backend emulate asks",)
-        plan = resolve(recipe, machine, "reference")
-        dtype = {"cpu": "fp32", "6.0": "fp32", "7.0": "fp16", "7.5": "fp16"}.get(name, "bf16")
-        assert (plan.recipe.name, plan.backend, plan.compute_dtype) == (dtype, "reference", dtype)
-        assert dtype in plan.reasons[0].rpartition(":")[2]
-        with pytest.raises(UserError, match="reference backend has no FP8"):
-            resolve(recipe, machine, "reference", strict=True)
-
-
-def cuda(machine: Hardware, *version: int) -> Hardware:
-    """`machine` with this version of CUDA."""
-    return dataclasses.replace(machine, cuda_version=version)
-
-
-OF_12 = "on compute capability 12.0"
-
-
-MACHINE_CASES: list[tuple[str, str, Hardware, str, tuple[str, ...]]] = [
-    # A backend that cannot serve.
-    ("delayed", "te", CPU, "emulate!", ("delayed needs an FP8 GPU and this is a CPU",)),
-    ("delayed", "torch", having(CPU, "neither"), "emulate!", (OLD_TORCH,)),
-    ("mxfp8", "torch", CPU, "emulate!", ("torch has no mxfp8 GEMM on a CPU: emulated",)),
-    ("rowwise", "torch", OLD_CPU, "emulate!", ("rowwise needs torch 2.12 on a CPU, this is",)),
-    ("mxfp8", "te", H100, "emulate!", ("mxfp8 needs compute capability 10.x or 12.x, this is",)),
-    ("rowwise", "torch", L4, "emulate!", ("rowwise needs compute capability 9.0",)),
-    ("delayed", "te", A100, "bf16!", ("8.0", ": bf16")),
-    ("current", "torch", T4, "fp16!", ("7.5", ": fp16")),
-    ("mxfp8", "te", RTX5090, "torch!", (f"Transformer Engine has no mxfp8 GEMM {OF_12}; torch ",)),
-    ("fp16", "auto", gpu(6, 1), "fp32!", ("fp16 needs compute capability 7.0, this is compute c",)),
-    # An RTX 50, by its version of torch.
-    (
-        "mxfp8",
-        "te",
-        with_torch(RTX5090, "2.13.1"),
-        "emulate!",
-        (f"mxfp8 needs torch 2.14 {OF_12}",),
-    ),
-    ("mxfp8", "auto", with_torch(RTX5090, "2.14.0"), "torch", ()),
-    ("rowwise", "auto", with_torch(RTX5090, "2.14.1"), "emulate!", (OF_12,)),
-    ("rowwise", "auto", with_torch(RTX5090, "2.15.0"), "torch", ()),
-    ("rowwise", "auto", with_torch(B200, "2.13.0"), "torch", ()),
-    ("nvfp4", "auto", with_torch(RTX5090, "2.13.0"), "torch", ()),
-    ("block", "auto", with_torch(RTX5090, "2.13.0"), "te", ()),
-    # The least version of CUDA.
-    ("block", "auto", cuda(H100, 12, 8), "bf16!", ("block needs CUDA 12.9", ": bf16")),
-    ("block", "auto", cuda(gpu(10, 3), 12, 8), "bf16!", ("block needs CUDA 12.9",)),
-    ("block", "auto", cuda(H100, 12, 9), "te", ()),
-    ("mxfp8", "auto", cuda(B200, 12, 6), "emulate!", ("mxfp8 needs CUDA 12.8", "emulated")),
-    ("mxfp8", "auto", cuda(B200, 12, 8), "te", ()),
-    ("nvfp4", "auto", cuda(gpu(12, 1), 12, 6), "emulate!", ("nvfp4 needs CUDA 12.8", "emulated")),
-    ("nvfp4", "auto", cuda(gpu(12, 1), 13, 0), "torch", ()),
-    ("delayed", "auto", cuda(H100, 11, 8), "te", ()),
-    ("auto", "auto", gpu(10, 3), "te", ()),
-    ("auto", "auto", gpu(12, 1), "te", ()),
-]
-
-
-@pytest.mark.capability("B11")
-@pytest.mark.parametrize(("recipe", "backend", "machine", "runs", "pieces"), MACHINE_CASES)
-def test_what_a_machine_lacks_is_named_and_what_runs_instead(
-    recipe, backend, machine, runs, pieces
-):
-    check(recipe, backend, machine, runs, pieces)
-
-
 def test_a_users_own_recipe_keeps_its_settings_and_is_substituted_by_what_it_asks_for():
     mine = changed(name="mine", history_length=16)
     plan = resolve(mine, H100)
@@ -1261,51 +1309,3 @@ def test_a_users_own_recipe_keeps_its_settings_and_is_substituted_by_what_it_ask
     assert resolve(mine, H100).compute_dtype == "bf16"
     plan = resolve(mine, T4)
     assert (plan.asked, plan.recipe.name, plan.compute_dtype) == ("delayed", "fp16", "fp16")
-
-
-STAY_OUT: list[tuple[dict[str, Any], set[str], str]] = [
-    ({"exclude": ["*.qkv"]}, {f"blocks.{i}.attention.qkv" for i in range(6)}, "'*.qkv'"),
-    ({"exclude": ["blocks.[01].mlp.up"]}, {"blocks.0.mlp.up", "blocks.1.mlp.up"}, "[01].mlp.up'"),
-    ({"exclude": ["lm_head"]}, set(), ""),
-    ({"exclude": ["*"]}, {name for name in shapes() if name != "lm_head"}, "'*'"),
-    (
-        {"exclude_last_blocks": 1},
-        {name for name in shapes() if name.startswith("blocks.5.")},
-        "in the last 1 block",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "out", "why"), STAY_OUT)
-def test_layers_that_stay_out_are_in_bf16_and_say_why(changes, out, why):
-    """No layer leaves FP8 silently."""
-    plan = layered(strict=True, **changes)
-    assert left_out(plan) == out | {"lm_head"}
-    assert plan.for_layers(shapes()) == plan  # the same decisions again
-    for name in out:
-        assert why in plan.layer(name).reason
-        assert plan.layer(name).precision == "bf16"
-        assert f"{name}: bf16, " in sentences(plan)
-
-
-def test_what_does_not_pay_is_judged_by_known_work_on_a_known_gpu_alone():
-    unknown = dataclasses.replace(H200, name="NVIDIA H900")
-    assert decided(TINY, "auto", unknown, work=FEW_TOKENS) == decided(TINY, "auto", unknown)
-    assert decided(TINY, "delayed", unknown, work=FEW_TOKENS).notes == []
-    for recipe in ("auto", "delayed"):
-        plan = decided(TINY, recipe)  # shapes alone
-        assert (left_out(plan), plan.notes) == (set(), [])
-        lenient, strict = (decided(TINY, recipe, strict=s, work=FEW_TOKENS) for s in (False, True))
-        assert strict == dataclasses.replace(lenient, strict=True)
-    # What is not native is for its numerics.
-    for recipe, machine, backend in (
-        ("delayed", CPU, "auto"),
-        ("delayed", CPU, "torch"),
-        ("auto", H200, "emulate"),
-        ("mxfp8", H200, "auto"),
-    ):
-        plan = decided(TINY, recipe, machine, backend, work=FEW_TOKENS)
-        assert (left_out(plan), plan.notes) == (set(), [])
-    plan = decided({"a": (100, 100)}, "delayed", work=FEW_TOKENS)  # left out anyway
-    assert plan.layers[0].reason == "100 in features and 100 out features, not divisible by 16"
-    assert plan.notes == []

@@ -219,6 +219,19 @@ def test_an_old_recipe_keeps_what_was_changed_in_it():
 # A user's own file
 
 
+@pytest.mark.parametrize("path", ["mine.toml", "../here/mine.toml"])
+def test_a_users_own_recipe_works_by_relative_path_and_shadows_none_that_ships(
+    tmp_path, monkeypatch, path
+):
+    (tmp_path / "here" / "recipes").mkdir(parents=True)
+    (tmp_path / "here" / "mine.toml").write_text('like = "block"\n')
+    for name in ("delayed", "recipes/delayed.toml"):
+        (tmp_path / "here" / name).write_text('like = "current"\n')
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_recipe(path).quantizers == SHIPPED["block"]
+    assert load_recipe("delayed").quantizers == SHIPPED["delayed"]
+
+
 OF_ONE_FIELD = [
     ("delayed", "margin = -1", "grad_output.wgrad", {"margin": -1}),
     ("delayed", "history_length = 1", "weight", {"history_length": 1}),
@@ -358,102 +371,6 @@ NO_OPERANDS = 'input = "none"\nweight = "none"\ngrad_output = "none"\n'
 # Files that are refused
 
 
-BAD_FILES = [
-    *((text, "not valid TOML") for text in ("not toml", "a = 1\na = 2", "\x00")),
-    *((data, "UTF-8") for data in (b"\xff\xfe", "x = 1".encode("utf-16"))),
-    ("a = " + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
-]
-
-
-@pytest.mark.parametrize(("content", "problem"), BAD_FILES, ids=range(len(BAD_FILES)))
-def test_a_file_that_cannot_be_read_is_refused_by_its_path(write, content, problem):
-    path = write(content)
-    message = refusal(path)
-    assert path in message
-    assert problem in message
-
-
-def test_a_path_without_a_file_is_refused_and_the_shipped_recipes_are_named(tmp_path):
-    for name in ("missing.toml", "no/file", "a\\b", "x" * 300 + ".toml", "x/" * 3000, "\0.toml"):
-        message = refusal(name)
-        assert message.startswith("No recipe file")
-        assert "mxfp8" in message
-    (tmp_path / "mine.toml").mkdir()
-    message = refusal(str(tmp_path / "mine.toml"))
-    assert f"{tmp_path}/mine.toml" in message
-    assert "TOML file" in message
-
-
-def test_an_unknown_name_is_refused_with_the_nearest_one():
-    names = ", ".join(sorted(["auto", *SHIPPED]))
-    for name, near in (("mxpf8", "mxfp8"), ("bfloat16", "bf16"), ("Delayed", "delayed")):
-        assert refusal(name) == f"No recipe '{name}'. Did you mean '{near}'? Known: {names}."
-    for name in ("", ".", "*", "mxfp8 "):
-        assert refusal(name).startswith(f"No recipe '{name}'.")
-    assert refusal("auto").startswith("recipe 'auto' is chosen by machine, and a recipe must be")
-    with pytest.raises(UserError, match="like cannot be overridden"):
-        load_recipe("delayed", {"like": "current"})
-
-
-# Layers that stay out of FP8
-
-
-HEAD = ("lm_head", None, True)
-
-
-def up(index: int, count: int = 12) -> tuple[str, BlockIndex, bool]:
-    return (f"blocks.{index}.mlp.up", BlockIndex(index, count), False)
-
-
-@pytest.mark.parametrize(
-    ("over", "layer", "expected"),
-    [
-        ({}, ("h.0.score", BlockIndex(0, 1), True), "the recipe says head = false"),
-        ({}, ("lm_head", None, False), None),  # a head by its name alone is none
-        ({"head": True}, HEAD, None),
-        ({"exclude": ("*.UP", "mlp")}, up(0), None),
-        ({"exclude": ("*.down", "*.up")}, up(0), "excluded by the pattern '*.up'"),
-        ({"exclude": ("lm_*",), "head": True}, HEAD, "excluded by the pattern 'lm_*'"),
-        ({"exclude": ("lm_*",)}, HEAD, "the recipe says head = false"),
-        ({"exclude_first_blocks": 1}, up(0), "in the first 1 block"),
-        ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", BlockIndex(7, 12), False), None),
-        ({"exclude_first_blocks": 99}, up(11), "in the first 99 blocks"),
-        ({"exclude_first_blocks": 1, "exclude_last_blocks": 1}, up(5), None),
-        ({"exclude_last_blocks": 2}, up(10), "in the last 2 blocks"),
-        ({"exclude_last_blocks": 2}, up(10, 13), None),
-        ({"exclude_last_blocks": 99, "head": True}, HEAD, None),
-    ],
-    ids=str,
-)
-def test_a_recipe_says_why_a_layer_stays_out(over, layer, expected):
-    table, _, reason = load_recipe("nvfp4").model_copy(update=over).for_layer(*layer)
-    assert (table, reason) == ((None, expected) if expected else (NVFP4, ""))
-
-
-@pytest.mark.parametrize(("name", "capability"), [("mxfp8", (8, 0)), ("bf16", (7, 0))])
-def test_the_residual_stream_is_in_what_was_asked_whatever_runs_instead(name, capability):
-    recipe = load_recipe(name, {"residual": "bf16"})
-    plan = resolve(recipe, Hardware("cuda", capability))
-    assert plan.recipe.residual == "bf16"
-    assert "residual stream: bf16, the recipe says so" in plan.summary()
-    assert plan.to_json()["reasons"][-1] == "residual stream: bf16, the recipe says so"
-    assert recipe_from_json(recipe.to_json(), "here") == recipe
-    assert recipe.to_json(words=False) != load_recipe(name).to_json(words=False)
-
-
-@pytest.mark.parametrize("path", ["mine.toml", "../here/mine.toml"])
-def test_a_users_own_recipe_works_by_relative_path_and_shadows_none_that_ships(
-    tmp_path, monkeypatch, path
-):
-    (tmp_path / "here" / "recipes").mkdir(parents=True)
-    (tmp_path / "here" / "mine.toml").write_text('like = "block"\n')
-    for name in ("delayed", "recipes/delayed.toml"):
-        (tmp_path / "here" / name).write_text('like = "current"\n')
-    monkeypatch.chdir(tmp_path / "here")
-    assert load_recipe(path).quantizers == SHIPPED["block"]
-    assert load_recipe("delayed").quantizers == SHIPPED["delayed"]
-
-
 REFUSED = {
     # Unknown names, and keys of earlier versions.
     'like = "delayed"\nhistory_lenght = 1': ": No key 'history_lenght'. Did you mean 'history_le",
@@ -537,3 +454,86 @@ def test_a_wrong_file_is_refused_with_the_keys_place_and_value(write, text):
     assert REFUSED[text] in message
     if REFUSED[text].startswith(": "):
         assert message.startswith(f"recipe 'mine'{REFUSED[text]}")
+
+
+BAD_FILES = [
+    *((text, "not valid TOML") for text in ("not toml", "a = 1\na = 2", "\x00")),
+    *((data, "UTF-8") for data in (b"\xff\xfe", "x = 1".encode("utf-16"))),
+    ("a = " + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("content", "problem"), BAD_FILES, ids=range(len(BAD_FILES)))
+def test_a_file_that_cannot_be_read_is_refused_by_its_path(write, content, problem):
+    path = write(content)
+    message = refusal(path)
+    assert path in message
+    assert problem in message
+
+
+def test_a_path_without_a_file_is_refused_and_the_shipped_recipes_are_named(tmp_path):
+    for name in ("missing.toml", "no/file", "a\\b", "x" * 300 + ".toml", "x/" * 3000, "\0.toml"):
+        message = refusal(name)
+        assert message.startswith("No recipe file")
+        assert "mxfp8" in message
+    (tmp_path / "mine.toml").mkdir()
+    message = refusal(str(tmp_path / "mine.toml"))
+    assert f"{tmp_path}/mine.toml" in message
+    assert "TOML file" in message
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one():
+    names = ", ".join(sorted(["auto", *SHIPPED]))
+    for name, near in (("mxpf8", "mxfp8"), ("bfloat16", "bf16"), ("Delayed", "delayed")):
+        assert refusal(name) == f"No recipe '{name}'. Did you mean '{near}'? Known: {names}."
+    for name in ("", ".", "*", "mxfp8 "):
+        assert refusal(name).startswith(f"No recipe '{name}'.")
+    assert refusal("auto").startswith("recipe 'auto' is chosen by machine, and a recipe must be")
+    with pytest.raises(UserError, match="like cannot be overridden"):
+        load_recipe("delayed", {"like": "current"})
+
+
+# Layers that stay out of FP8
+
+
+HEAD = ("lm_head", None, True)
+
+
+def up(index: int, count: int = 12) -> tuple[str, BlockIndex, bool]:
+    return (f"blocks.{index}.mlp.up", BlockIndex(index, count), False)
+
+
+@pytest.mark.parametrize(
+    ("over", "layer", "expected"),
+    [
+        ({}, ("h.0.score", BlockIndex(0, 1), True), "the recipe says head = false"),
+        ({}, ("lm_head", None, False), None),  # a head by its name alone is none
+        ({"head": True}, HEAD, None),
+        ({"exclude": ("*.UP", "mlp")}, up(0), None),
+        ({"exclude": ("*.down", "*.up")}, up(0), "excluded by the pattern '*.up'"),
+        ({"exclude": ("lm_*",), "head": True}, HEAD, "excluded by the pattern 'lm_*'"),
+        ({"exclude": ("lm_*",)}, HEAD, "the recipe says head = false"),
+        ({"exclude_first_blocks": 1}, up(0), "in the first 1 block"),
+        ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", BlockIndex(7, 12), False), None),
+        ({"exclude_first_blocks": 99}, up(11), "in the first 99 blocks"),
+        ({"exclude_first_blocks": 1, "exclude_last_blocks": 1}, up(5), None),
+        ({"exclude_last_blocks": 2}, up(10), "in the last 2 blocks"),
+        ({"exclude_last_blocks": 2}, up(10, 13), None),
+        ({"exclude_last_blocks": 99, "head": True}, HEAD, None),
+    ],
+    ids=str,
+)
+def test_a_recipe_says_why_a_layer_stays_out(over, layer, expected):
+    table, _, reason = load_recipe("nvfp4").model_copy(update=over).for_layer(*layer)
+    assert (table, reason) == ((None, expected) if expected else (NVFP4, ""))
+
+
+@pytest.mark.parametrize(("name", "capability"), [("mxfp8", (8, 0)), ("bf16", (7, 0))])
+def test_the_residual_stream_is_in_what_was_asked_whatever_runs_instead(name, capability):
+    recipe = load_recipe(name, {"residual": "bf16"})
+    plan = resolve(recipe, Hardware("cuda", capability))
+    assert plan.recipe.residual == "bf16"
+    assert "residual stream: bf16, the recipe says so" in plan.summary()
+    assert plan.to_json()["reasons"][-1] == "residual stream: bf16, the recipe says so"
+    assert recipe_from_json(recipe.to_json(), "here") == recipe
+    assert recipe.to_json(words=False) != load_recipe(name).to_json(words=False)
