@@ -168,7 +168,7 @@ def mx_code(amax: float, name: Any, rounding: ScaleRounding = "rceil") -> int:
     return codes(quantize(torch.tensor([0.0, -amax]), quantizer).scales).item()
 
 
-HAND_COMPUTED = {
+HAND_COMPUTED: dict[tuple[str, ScaleRounding], list[tuple[float, int]]] = {
     ("e4m3", "rceil"): [
         *((0.0, 0), (2.0**-149, 0)),  # and its product with 1/448 is zero
         *((448 * 2.0**-127, 0), (449 * 2.0**-127, 1)),  # 2^-127 exactly, a subnormal float

@@ -280,7 +280,7 @@ def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(tmp_path):
 
 
 def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(monkeypatch):
-    loaded = []
+    loaded: list[str] = []
     monkeypatch.setattr(ctypes, "CDLL", loaded.append)
     monkeypatch.setattr(sys, "platform", "linux")
     assert hardware._has_driver()

@@ -345,9 +345,9 @@ def check(
         assert strict == dataclasses.replace(plan, strict=True)
 
 
-def cuda(machine: Hardware, *version: int) -> Hardware:
+def cuda(machine: Hardware, major: int, minor: int) -> Hardware:
     """`machine` with this version of CUDA."""
-    return dataclasses.replace(machine, cuda_version=version)
+    return dataclasses.replace(machine, cuda_version=(major, minor))
 
 
 OF_12 = "on compute capability 12.0"
@@ -827,8 +827,8 @@ def test_a_model_without_numbered_blocks_has_no_block_indices():
         ("blocks.first.up", "blocks.-1.up", "blocks..up"),
     ):
         assert block_indices(names) == {}
-    names = ["h.0.up", "h.4.up", "h.9.up"]  # blocks without a layer count
-    assert block_indices(names) == {name: BlockIndex(int(name[2]), 10) for name in names}
+    numbered = ["h.0.up", "h.4.up", "h.9.up"]  # blocks without a layer count
+    assert block_indices(numbered) == {name: BlockIndex(int(name[2]), 10) for name in numbered}
 
 
 @pytest.mark.parametrize("over", [{"exclude_first_blocks": 1}, {"exclude_last_blocks": 2}], ids=str)
