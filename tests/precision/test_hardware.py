@@ -553,9 +553,9 @@ def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(
 ):
     cpuinfo(text.format(flags=flags))
     assert probe("cpu").cpu_bf16 is expected
-    for setting, wanted in (("yes", True), ("no", False), ("", expected)):
+    for setting, by_setting in (("yes", True), ("no", False), ("", expected)):
         monkeypatch.setenv("FP8STACK_CPU_BF16", setting)
-        assert probe("cpu").cpu_bf16 is wanted
+        assert probe("cpu").cpu_bf16 is by_setting
     monkeypatch.setenv("FP8STACK_CPU_BF16", "true")
     with pytest.raises(UserError, match=r"FP8STACK_CPU_BF16 is 'true'\. Set it to yes or no"):
         probe("cpu")

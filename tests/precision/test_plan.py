@@ -759,14 +759,14 @@ STAY_OUT: list[tuple[dict[str, Any], set[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "out", "why"), STAY_OUT)
-def test_layers_that_stay_out_are_in_bf16_and_say_why(changes, out, why):
+@pytest.mark.parametrize(("changes", "out", "reason"), STAY_OUT)
+def test_layers_that_stay_out_are_in_bf16_and_say_why(changes, out, reason):
     """No layer leaves FP8 silently."""
     plan = layered(strict=True, **changes)
     assert left_out(plan) == out | {"lm_head"}
     assert plan.for_layers(shapes()) == plan  # the same decisions again
     for name in out:
-        assert why in plan.layer(name).reason
+        assert reason in plan.layer(name).reason
         assert plan.layer(name).precision == "bf16"
         assert f"{name}: bf16, " in sentences(plan)
 
@@ -876,8 +876,8 @@ def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(recipe, machin
     message = refusal(resolve(recipe, machine, strict=True).for_layers, layers)
     assert "blocks.0.mlp.down" in message
     assert reason in message
-    left = changed(recipe, exclude=["*.down"])  # which --strict forgives
-    assert left_out(resolve(left, machine, strict=True).for_layers(layers)) == left_out(plan)
+    excluding = changed(recipe, exclude=["*.down"])  # which --strict forgives
+    assert left_out(resolve(excluding, machine, strict=True).for_layers(layers)) == left_out(plan)
     padded = resolve(recipe, machine, "emulate", strict=True).for_layers(layers)
     assert left_out(padded) == set()
 
