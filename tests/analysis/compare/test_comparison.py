@@ -424,7 +424,8 @@ def test_recipes_share_the_first_steps_of_a_seed(finished):
 def test_the_shared_steps_have_the_overrides_of_all_runs(shared, steps, phases, tmp_path):
     flags = {"steps": steps, "batch": 4, "context": 32, "out": str(tmp_path / "c")}
     run_config = parse_config(None, flags, [*SETS, "recipe.residual=bf16"])
-    config = comparison_of(run_config, Options(recipes="fp32,delayed", seeds=2, shared=shared)).config
+    options = Options(recipes="fp32,delayed", seeds=2, shared=shared)
+    config = comparison_of(run_config, options).config
     assert len(config.phases) == phases
     for phase in config.phases[:1]:
         assert (phase.recipe, phase.recipe_overrides) == ("fp32", {"residual": "bf16"})
