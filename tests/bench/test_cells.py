@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import cells, runner
 from bench.__main__ import main
-from bench.cells import Cells
 from bench.cost import grid
-from fp8stack.analysis.benchmark.step_timing import FP8, StepWork
 from fp8stack.analysis.benchmark.timing import Timing
-from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
 
-ROOT = Path(__file__).parents[2]
 WORDS = ["--tiny", "--device", "cpu", "--recipes", "delayed"]
 H200 = Hardware("cuda", (9, 0), name="NVIDIA H200", has_te=True, cuda_version=(12, 9),
                 torch_version="2.13.0", te_version="2.20.2")  # fmt: skip
@@ -98,39 +89,6 @@ def test_a_run_that_was_ended_continues_with_the_cells_that_are_missing(
     assert len(third_run.calls) == 3
 
 
-def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
-    """Each arm takes turns with the baseline, and pairs that were measured before the run ended are
-    not measured again."""
-    built_arms: list[str] = []
-
-    def build(arm: Any, *options: Any) -> Callable[[], None]:
-        built_arms.append(arm.name)
-        return lambda: None
-
-    monkeypatch.setattr(grid, "build_step", build)
-    monkeypatch.setattr(grid, "free_memory", lambda device: None)
-    parser = argparse.ArgumentParser()
-    grid.add_arguments(parser)
-    arguments = parser.parse_args(["--device", "cpu"])
-    work = StepWork(model="124m", config=load_config("gpt2-124m"), batch=32, context=1024)
-
-    def measured() -> list[str]:
-        arguments.cells = Cells(tmp_path / "cells.jsonl", "here")
-        return [row["arm"] for row in grid.in_turns(work, FP8, H200, arguments)]
-
-    monkeypatch.setattr(grid, "interleaved", Timed(stops_in=3))
-    with pytest.raises(KeyboardInterrupt):
-        measured()
-    built_arms.clear()
-    timed = Timed()
-    monkeypatch.setattr(grid, "interleaved", timed)
-    names = measured()
-    assert names[0] == "bf16"
-    assert {"delayed", "current", "block", "mxfp8"} <= set(names)
-    assert timed.calls == [["bf16", name] for name in names[3:]]
-    assert built_arms == ["bf16", *names[3:]]  # the baseline once
-
-
 @pytest.mark.full
 def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
     words = ["grid", "--tiny", "--device", "cpu", "--parts", "sizes", "--out", tmp_path]
@@ -148,35 +106,6 @@ def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys)
     assert "block" in {row["arm"] for row in results["results"]}
 
 
-def test_a_baseline_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(grid, "build_step", broken)
-    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
-    with pytest.raises(RuntimeError, match="self must be row_major"):
-        runner.measured(grid, "grid", WORDS)
-
-
-@pytest.mark.slow
-def test_scenarios_run_without_the_peers_that_are_not_installed(tmp_path):
-    code = f"""
-import sys
-for name in ("torchao", "transformers"):
-    sys.modules[name] = None
-from bench import report, runner
-from bench.__main__ import main
-for name in runner.SCENARIOS:
-    runner.imported(name)
-sys.argv = ["bench", "emulation", "--tiny", "--rounds", "1", "--warm-up", "0", "--compiled", ","]
-sys.argv += ["--out", {str(tmp_path)!r}]
-assert main() == 0
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    rows = json.loads((tmp_path / "emulation.json").read_text())["results"]
-    assert {row["arm"] for row in rows} >= {"delayed", "mxfp8"}
-    text = (tmp_path / "emulation.md").read_text()
-    assert "skipped: torchao is not installed (pip install torchao)" in text
-
-
 def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "bench.gpu.golden", raising=False)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
@@ -184,11 +113,3 @@ def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsy
     printed = capsys.readouterr().err
     expected = "bench golden needs safetensors, which is not installed: pip install -e '.[test]'\n"
     assert printed == expected
-
-
-def test_the_seconds_to_build_an_arm_and_call_it_once_are_kept(monkeypatch):
-    clock = iter([10.0, 13.0])
-    seconds: dict[str, float] = {}
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    cells.runnable("case", {"ours": lambda: lambda: None}, seconds)
-    assert seconds == {"ours": 3.0}

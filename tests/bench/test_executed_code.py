@@ -14,7 +14,6 @@ from bench.gpu_code import executed, gpu_code
 from bench.gpu_code.comparison import TOLERANCE, Step, compare
 from bench.gpu_code.executed import CASES
 from bench.gpu_code.operators import OPERATORS, CpuOperators, Gemm
-from bench.report import report_of
 from fp8stack import numerics
 from fp8stack.common import presets
 from fp8stack.common.formats import Quantizer
@@ -24,7 +23,6 @@ from tests.support.cuda_gemms import blocked_values
 from tests.support.kernel_faults import BLOCKS, DELAYED, GENERATED, MX, NV, NVFP4, OURS
 from tests.support.triton_code import interpreted
 
-KERNELS = Path(str(kernels.__file__)).parent
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
@@ -49,7 +47,8 @@ def test_every_recipe_that_a_gpu_runs_natively_is_executed_on_one():
 
 def test_kernels_have_the_lines_that_faults_change():
     faults = [*DELAYED, *MX, *BLOCKS, *NV]
-    sources = {name: (KERNELS / f"{name}.py").read_text() for name in (OURS, NVFP4)}
+    folder = Path(str(kernels.__file__)).parent
+    sources = {name: (folder / f"{name}.py").read_text() for name in (OURS, NVFP4)}
     in_kernels = [fault for fault in faults if fault.kernels != GENERATED]
     assert [fault for fault in in_kernels if fault.line not in sources[fault.kernels]] == []
 
@@ -63,6 +62,7 @@ def test_kernels_have_the_lines_that_faults_change():
     ],
     ids=lambda works: works[-1],
 )
+@pytest.mark.full
 def test_a_step_is_right_and_every_fault_in_its_kernels_is_noticed(works):
     names = [f"tests.support.kernel_faults:{work}" for work in works]
     assert interpreted(*names) == {name: [] for name in names}
@@ -143,16 +143,3 @@ def test_attention_and_its_gradients_are_torchs(masked):
         result, _ = OPERATORS["attention"](q, k, v, mask)
         gradients = OPERATORS["attention_backward"](dy, q, k, v, mask)
     torch.testing.assert_close((result, *gradients), (y.detach(), *expected))
-
-
-# The scenario
-
-
-def test_the_table_names_what_is_wrong():
-    row = {"case": "llama-8b on 9.0", "arm": "delayed", "kernels": 31, "gemms": 12, "bytes": 1000}
-    row |= {"wrong_bytes": 1, "largest_difference": 1e-7, "cpu_s": 20.0, "wrong": ["1 bytes of x"]}
-    data = report_of("cpu", {"width": 128}, [row])
-    data |= {"scenario": executed.SCENARIO, "command": "c", "left_out": []}
-    text = gpu_code.table(data)
-    assert "| llama-8b on 9.0 | delayed | 31 | 12 | 1,000 | 1 | 1.0e-07 | 20 |" in text
-    assert "- llama-8b on 9.0, delayed: 1 bytes of x" in text

@@ -7,11 +7,8 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 import zipfile
-from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import torch
 
 from bench import runner
 from bench.cells import json_lines
-from bench.gpu import gpu, kernels, micro, steps, visit, wheels
+from bench.gpu import micro, steps, visit, wheels
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,6 +94,7 @@ def run_steps(monkeypatch: Any, out: Path, *options: str) -> list[dict[str, Any]
     return json_lines(out)
 
 
+@pytest.mark.full
 def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeypatch, capsys):
     options = ["--layers", "2", "--batch", "16", "--profile"]
     rows = run_steps(monkeypatch, tmp_path / "steps.jsonl", *options)
@@ -121,87 +119,7 @@ def test_bf16_and_a_recipe_take_turns_and_leave_every_operator(tmp_path, monkeyp
     assert " x bf16, host " in lines[2]
 
 
-def test_peers_take_turns_with_ours(tmp_path, monkeypatch):
-    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl", "--recipes", "bf16,plain,torchao")
-    assert [row["recipe"] for row in rows] == ["bf16", "plain", "bf16", "torchao"]
-    assert [bool(row["plan"]) for row in rows] == [True, False, True, False]
-    assert all(row["median_ms"] > 0 for row in rows)
-
-
-def test_an_arm_that_does_not_fit_beside_bf16_is_timed_alone(tmp_path, monkeypatch):
-    build = steps.Arm.build
-    alive: list[str] = []
-
-    def within_memory(arm: steps.Arm) -> None:
-        alive.append(arm.recipe)
-        if len(alive) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        build(arm)
-
-    monkeypatch.setattr(steps.Arm, "build", within_memory)
-    rows = run_steps(monkeypatch, tmp_path / "steps.jsonl")
-    assert [(row["recipe"], row["in_turn"]) for row in rows] == [
-        ("bf16", False),
-        ("delayed", False),
-    ]
-
-
-def test_the_hosts_time_ends_before_the_gpus():
-    now = [0.0]
-    queue: list[float] = []
-
-    def step() -> None:
-        now[0] += 0.002  # to launch; the GPU needs more
-        queue.append(0.005)
-
-    def wait(device: str) -> None:
-        now[0] = max(now[0], sum(queue))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(steps, "wait_for", wait)
-        patched.setattr(time, "perf_counter", lambda: now[0])
-        assert steps.turn(step, 10, "cuda") == pytest.approx((2.0, 5.0))
-
-
 # Kernels of a GPU: a profile's events, as torch 2.11 to 2.13 have them
-
-
-def event(name: str, device: str = "CPU", us: float = 0.0, **more: Any) -> Any:
-    fields: dict[str, Any] = {
-        "device_type": SimpleNamespace(name=device), "is_user_annotation": False, "kernels": [],
-        "cpu_parent": None, "input_shapes": [], "self_cpu_time_total": 1.0,
-        "time_range": SimpleNamespace(start=0.0, end=us),
-    }  # fmt: skip
-    return SimpleNamespace(name=name, **fields | more)
-
-
-def test_every_kernel_has_its_whole_name_its_operator_and_its_time():
-    long = "triton_red_fused_native_layer_norm_backward_" + 60 * "x"
-    launched = lambda name, us: SimpleNamespace(name=name, duration=us)  # noqa: E731
-    node = event("autograd::engine::evaluate_function: CompiledFunctionBackward")
-    multiply = event("aten::mm", cpu_parent=node, input_shapes=[[4096, 1600]],
-                     kernels=[launched("nvjet_tst_128x256", 30.0)])  # fmt: skip
-    reduce = event(long, cpu_parent=node, kernels=[launched(long, 7.0), launched(long, 8.0)])
-    kernels_alone = [
-        event("nvjet_tst_128x256", "CUDA", 30.0), event(long, "CUDA", 7.0),
-        event(long, "CUDA", 8.0), event(long, "CUDA", 8.0), event("Memset (Device)", "CUDA", 2.0),
-        event("step 1", "CUDA", 99.0, is_user_annotation=True),
-    ]  # fmt: skip
-    rows = kernels.launches([node, multiply, reduce, *kernels_alone])
-    assert rows == [
-        ("nvjet_tst_128x256", "aten::mm", node.name, "[[4096, 1600]]", 1, 30.0),
-        (long, long, node.name, "[]", 2, 15.0),
-        (long, "", "", "", 1, 8.0),  # launched by none that the profiler knows
-        ("Memset (Device)", "", "", "", 1, 2.0),
-    ]
-    assert kernels.ms_by_kind(rows) == {"GEMM": 0.03, "inductor": 0.02, "copies": 0.0}
-
-
-def test_a_tile_with_wrong_bytes_is_not_timed():
-    codes = torch.zeros(64, dtype=torch.uint8)
-    micro.checked(lambda: None, (codes, codes.view(8, 8)))
-    with pytest.raises(ValueError, match="1 of 64 bytes are wrong"):
-        micro.checked(lambda: codes[0].fill_(1), (codes, torch.zeros(8, 8).byte()))
 
 
 # The visit
@@ -211,18 +129,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return json_lines(folder / visit.RECORDS)
 
 
-def test_speed_comes_first_and_a_part_fits_in_a_command():
-    names = [task.name for task in gpu.TASKS]
-    assert len(set(names)) == len(names)
-    assert len({task.log(Path()) for task in gpu.TASKS}) == len(names)
-    assert names[0] == "operations: machine"
-    part_numbers = [task.part_number for task in gpu.TASKS]
-    assert part_numbers == sorted(part_numbers)
-    assert set(part_numbers) == gpu.PARTS.keys()
-    for task in gpu.TASKS:
-        assert task.seconds <= 60 * gpu.MINUTES < 570  # a command may take ten minutes
-
-
 def python(code: str, seconds: float = 60.0) -> visit.Task:
     return visit.Task(1, code, f"timeit -n 1 -r 1 '{code}'", seconds)
 
@@ -230,6 +136,7 @@ def python(code: str, seconds: float = 60.0) -> visit.Task:
 FOUR = (python("print(1)"), python("1 / 0"), python("while True: pass", 1), python("print(2)"))
 
 
+@pytest.mark.full
 def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(tmp_path, capsys):
     archives = tmp_path / "archives"
     assert not visit.Visit(tmp_path, 99.0, dry=False, archives=archives).run(FOUR)
@@ -252,6 +159,7 @@ def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(tmp_path, c
     assert b"print(2): done" in packed.read("summary.txt")
 
 
+@pytest.mark.full
 def test_a_visit_continues_after_the_tasks_that_are_recorded(tmp_path, capsys):
     hangs = python('print("here"); import time; time.sleep(99)', 5)
     assert not visit.Visit(tmp_path, 99.0, dry=False).run([hangs, python("1 / 0")])
@@ -270,43 +178,6 @@ def test_a_visit_continues_after_the_tasks_that_are_recorded(tmp_path, capsys):
     assert visit.Visit(tmp_path, 9.0, dry=True).recorded() == {}
 
 
-def test_no_task_starts_without_time_and_the_last_are_left_out(tmp_path, capsys):
-    tasks = [python("print(1)"), python("print(2)")]
-    assert not visit.Visit(tmp_path, 1.0, dry=False).run(tasks)
-    assert "The time is up; left out: print(1), print(2)." in capsys.readouterr().out
-    assert not records(tmp_path)
-
-
-def test_a_folder_that_is_named_from_here_is_where_its_tasks_write(monkeypatch, tmp_path):
-    task = visit.Task(1, "one", 'timeit -n 1 -r 1 \'open("{out}/written", "w")\'', 60.0)
-    monkeypatch.chdir(tmp_path)
-    assert visit.Visit(Path("here"), 99.0, dry=False).run([task])
-    assert (tmp_path / "here" / "written").exists()
-
-
-def test_archives_are_small_whole_and_without_weights(tmp_path, monkeypatch):
-    assert visit.FULL_ARCHIVE + visit.PIECE < 15 * 2**20
-    monkeypatch.setattr(visit, "PIECE", 1000)
-    monkeypatch.setattr(visit, "FULL_ARCHIVE", 1500)
-    trace, folder = os.urandom(5500), tmp_path / "out"
-    (folder / "run" / "checkpoints").mkdir(parents=True)
-    (folder / "trace.json.gz").write_bytes(trace)
-    (folder / "run" / "metrics.jsonl").write_text("{}")
-    (folder / "run" / "checkpoints" / "model.safetensors").write_bytes(trace)
-    for _ in range(2):  # what is there is written again
-        visit.pack(folder, folder / "packed")
-    archives = sorted((folder / "packed").iterdir())
-    assert [path.name for path in archives] == ["1.zip", "2.zip", "3.zip", "4.zip"]
-    assert max(path.stat().st_size for path in archives) < 1500 + 1000 + 500
-    contents: dict[str, bytes] = {}
-    for path in archives:
-        packed = zipfile.ZipFile(path)
-        contents |= {name: packed.read(name) for name in packed.namelist()}
-    pieces = [contents.pop(f"trace.json.gz.{number}") for number in range(1, 7)]
-    assert b"".join(pieces) == trace
-    assert contents == {"run/metrics.jsonl": b"{}"}
-
-
 KILLED = """
 from pathlib import Path
 from bench.gpu import visit
@@ -317,6 +188,7 @@ visit.Visit(Path(), 99.0, dry=False).run(tasks)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+@pytest.mark.full
 def test_what_was_found_is_kept_where_a_visit_is_killed(tmp_path, name, code):
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     script = KILLED.format(name=name)
@@ -326,6 +198,7 @@ def test_what_was_found_is_kept_where_a_visit_is_killed(tmp_path, name, code):
     assert "print(2)" not in {record["task"] for record in records(tmp_path)}
 
 
+@pytest.mark.full
 def test_a_machine_without_a_package_is_told_so_in_one_line(tmp_path):
     (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError(name='pydantic')\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -339,28 +212,6 @@ def test_a_machine_without_a_package_is_told_so_in_one_line(tmp_path):
 
 
 # Wheels for a machine that lacks packages
-
-
-NOW = "python_version <= '{}.{}'".format(*sys.version_info)
-
-
-def test_what_is_missing_is_named_with_what_installed_packages_want():
-    installed = {
-        "torch": ["typing-extensions>=4.10", "triton==3; platform_system == 'Linux'"],
-        "typing-extensions": [],
-        "typer": ["Rich>=13", "shellingham", "old; python_version < '3.8'", f"now; {NOW}"],
-        "rich": ["pygments", "ipywidgets; extra == 'jupyter'", "colorama; sys_platform == 'win32'"],
-    }
-
-    def requires(name: str) -> list[str]:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    missing = wheels.missing(["torch>=2.10", "typer", "pydantic>=2.10", "ml_dtypes"], requires)
-    assert list(missing) == ["pydantic", "ml-dtypes", "triton", "shellingham", "now", "pygments"]
-    assert list(wheels.missing(wheels.dependencies())) == []  # these tests run
-    assert any(name.startswith("pydantic") for name in wheels.dependencies())
 
 
 def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from bench.cells import json_lines
 from bench.quality import law
@@ -56,23 +53,6 @@ def test_the_law_that_comes_with_the_package_is_the_fit(refitted):
     assert (refitted.sources, refitted.addresses) == (shipped["sources"], shipped["addresses"])
 
 
-def test_a_constant_per_recipe_has_no_growth(rows, gaps):
-    constant = law.fit(rows, gaps, grows=False)
-    assert constant.gap(1e8, 0.1, 1.0) == constant.gap(8e9, 500.0, 1.0)
-    assert constant.gap(1e8, 20.0, 1.0).mean == pytest.approx(constant.level)
-
-
-def test_a_source_that_is_left_out_does_not_count_for_the_level(rows, gaps, refitted):
-    nvidia = next(row.source for row in rows if row.training == "NVIDIA 12B")
-    without = law.fit(rows, gaps, without=nvidia)
-    assert set(refitted.sources["nvfp4"]) - set(without.sources["nvfp4"]) == {
-        "NVIDIA 12B",
-        "NVIDIA 8B",
-    }
-    louder = [r._replace(percent=9.0) if r.source == nvidia else r for r in rows]
-    assert law.fit(louder, gaps, without=nvidia).level == pytest.approx(without.level)
-
-
 def row(ratio: float, percent: float) -> law.PublishedGap:
     rows = law.published()
     base = next(row for row in rows if (row.training, row.use) == (law.QUARTET, "gap"))
@@ -86,72 +66,11 @@ def test_a_known_growth_is_found_again():
     assert cap == pytest.approx(150.0, rel=0.02)
 
 
-def test_the_spread_of_training_setups_is_found_again_without_their_noise():
-    draw = np.random.default_rng(0)
-    levels = {}
-    for number in range(400):
-        level = 1.7 * math.exp(0.3 * draw.normal())
-        noise = 0.4 * level * (number % 2)
-        levels[str(number)] = law.Level(max(0.2, level + noise * draw.normal()), max(noise, 1e-3))
-    mean, deviation = law.between(levels)
-    assert mean == pytest.approx(1.7, rel=0.05)
-    assert deviation == pytest.approx(0.3, rel=0.1)
-
-
-def test_a_severity_is_the_ratio_of_gaps():
-    gaps = {
-        ("0.1M", ratio, recipe): law.Level(percent, 0.01)
-        for ratio, nvfp4 in ((2, 0.4), (8, 2.0))
-        for recipe, percent in (("nvfp4", nvfp4), ("mxfp8", 0.08 * nvfp4))
-    }
-    assert law.study_severities(gaps)["mxfp8"] == pytest.approx(0.08)
-    to = [row(20.0, 2.0), row(40.0, 3.0)]
-    assert law.relative([row(20.0, 1.0), row(40.0, 6.0)], to) == pytest.approx(1.0)
-
-
-def test_a_score_is_the_logarithm_of_the_density_of_a_gap(refitted):
-    """Against a numerical integral over the gaps that the law gives."""
-    checked = row(20.0, 2.5)._replace(noise=0.3, share=1.0)
-    mean, spread = refitted.level, refitted.deviation
-    logs = np.linspace(-4, 4, 20_001)
-    density = stats.t.pdf(logs / spread, 5) / spread
-    noise = stats.norm.pdf(2.5, mean * np.exp(logs), 0.3)
-    expected = math.log(np.trapezoid(density * noise, logs))
-    assert law.log_score(refitted, checked) == pytest.approx(expected, abs=0.01)
-
-
-@pytest.mark.parametrize("grows", [True, False])
-@pytest.mark.full
-def test_the_constant_can_win_and_can_lose(rows, gaps, refitted, grows):
-    """A source whose gaps grow with tokens as the law says, or not at all."""
-    constant = law.fit(rows, gaps, grows=False)
-    rule = refitted if grows else constant
-    source = [
-        row(ratio, rule.gap(8e9, ratio, 1.0).mean)._replace(
-            parameters=8e9, training="one", source="one", noise=0.05
-        )
-        for ratio in (0.05, 0.2, 1.0)
-    ]
-    scores = law.scores_left_out([*rows, *source], gaps)["one"]
-    assert (scores[0] > scores[1]) == grows
-
-
 @pytest.mark.capability("D12")
 def test_gaps_of_a_size_follow_from_the_other_sizes(rows):
     errors = law.size_errors(rows)
     assert len(errors) == 4
     assert all(growth < 0.08 < constant for growth, constant in errors.values())
-
-
-@pytest.mark.parametrize(
-    ("percent", "is_limit", "is_inside"),
-    [(2.0, False, True), (0.1, False, False), (9.0, False, False), (9.0, True, True)],
-)
-def test_a_limit_is_in_the_interval_if_some_of_the_interval_is_below(
-    refitted, percent, is_limit, is_inside
-):
-    checked = row(20.0, percent)._replace(is_limit=is_limit)
-    assert law.interval(refitted, checked)[1] == is_inside
 
 
 @pytest.mark.full

@@ -2,58 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bench.quality import rungs, study, study_tables
 from bench.quality.rungs import HALF
-from bench.quality.study_tables import AA, SCRATCH, SHARED
-
-
-def row(recipe: str, seed: int, loss: float, design: str, ratio: int = 20) -> dict[str, Any]:
-    return {
-        "size": "3M", "ratio": ratio, "recipe": recipe, "seed": seed, "design": design,
-        "cpu": "a CPU", "val_loss": loss, "parameters": 3_000_000,
-        "curve": [[100, loss + 1], [200, loss]],
-    }  # fmt: skip
-
-
-def rows_of(gaps: list[float]) -> list[dict[str, Any]]:
-    """A pair for each gap, in percent."""
-    rows = []
-    for seed, gap in enumerate(gaps):
-        rows.append(row("fp32", seed, 2.0, SHARED))
-        rows.append(row("nvfp4", seed, 2.0 * (1 + gap / 100), SCRATCH))
-    return rows
-
-
-def verdict_of(gaps: list[float]) -> str:
-    predicted = {("3M", 20, "nvfp4", SCRATCH): (1.0, 2.0)}
-    return next(
-        line for line in "\n".join(rungs.section(rows_of(gaps), predicted)).splitlines()
-        if "nvfp4" in line
-    )  # fmt: skip
-
-
-def test_a_cell_is_judged_by_the_prediction_made_before():
-    assert verdict_of([]).endswith("| 1.00 to 2.00 |  | 0 | not trained yet |")
-    assert verdict_of([1.5]).endswith("| +1.50 | 1 | cannot tell |")
-    assert verdict_of([0.5, 1.5, 2.5]).endswith("| 3 | cannot tell |")
-    assert verdict_of([0.9, 1.0, 0.95]).endswith("| agrees |")
-    assert verdict_of([2.5, 2.6, 2.55]).endswith("| missed |")
-
-
-def test_the_losses_of_a_run_are_shown_over_its_steps():
-    text = "\n".join(rungs.section(rows_of([1.5]), {("3M", 20, "nvfp4", SCRATCH): (1.0, 2.0)}))
-    assert "| run | 50% | 100% |" in text
-    assert "| seed 0, fp32 | 3.000 | 2.000 |" in text
-    assert "| seed 0, nvfp4, from scratch | 3.030 | 2.030 |" in text
-
-
-def test_the_spread_is_of_pairs_in_fp32_that_differ_in_rounding():
-    rows = [row("fp32", seed, 2.0, "plain", ratio=2) for seed in range(3)]
-    rows += [row("fp32", seed, 2.0 + 0.02 * (seed - 1), AA, ratio=2) for seed in range(3)]
-    text = "\n".join(study_tables.rounding(rows))
-    assert "| 3M, 2 tokens | 1.0000 | 1.0000 | 3 |" in text
+from bench.quality.study_tables import SCRATCH
 
 
 def test_every_cell_of_a_larger_model_was_predicted():
@@ -69,13 +20,3 @@ def test_every_cell_of_a_larger_model_was_predicted():
     assert predicted["1M", 20, "nvfp4", HALF] == (low / 2, high / 2)
     for design, share in rungs.SHARES.items():
         assert study.DESIGNS[design]["shared"] == 1 - share
-
-
-def test_runs_of_the_short_cell_find_the_checkpoint_to_begin_with():
-    jobs = [job for job in study.jobs(["3M"]) if (job.size, job.ratio) == rungs.SHORT_CELL]
-    base, *_ = jobs
-    for job in jobs:
-        if not job.is_base:
-            assert job.trial[:3] == (*rungs.SHORT_CELL, job.seed)
-            assert job.shared_steps % base.kept_every == 0
-        assert job.kept_every == base.kept_every  # a run inherits `keep_every` with its checkpoint

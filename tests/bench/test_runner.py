@@ -6,21 +6,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench import report, runner
 from bench.__main__ import main
 from bench.cost import grid
-from fp8stack.analysis.benchmark.timing import Timing, interleaved, summarize
-from fp8stack.layers.linear import QuantizedLinear
+from fp8stack.analysis.benchmark.timing import Timing, summarize
 from fp8stack.precision import Hardware
 from tests.conftest import refusal
-from tests.support.clock import Operations, timed
+from tests.support.clock import timed
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 WORDS = ["--tiny", "--device", "cpu", "--recipes", "delayed", "--parts", "sizes"]
@@ -56,12 +53,6 @@ def committed(tmp_path, monkeypatch) -> list[str]:
     return ["grid", "--results", str(tmp_path)]
 
 
-def test_by_default_the_gate_checks_all_results_that_have_ratios(committed, tmp_path, capsys):
-    (tmp_path / "study.json").write_text('{"cells": []}')
-    assert runner.check(committed[1:]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("grid: 0 worse")
-
-
 @pytest.mark.capability("D6")
 @pytest.mark.full
 def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch, capsys):
@@ -72,25 +63,10 @@ def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch
     assert "grid, width 16: delayed takes 1.800 of fp32, committed 1.200 (+50%)" in printed
     assert printed.count(" takes ") == 3  # delayed in three sizes
     assert runner.check([*committed, "--tolerance", "0.6"]) == 0
-
-
-@pytest.mark.capability("D6")
-def test_noise_within_the_interval_or_the_tolerance_and_a_gain_pass_the_gate(
-    committed, monkeypatch
-):
-    """The fastest round is 18 % slower, beyond the tolerance; the rounds are no slower."""
-    for slowdown in (1.14, 0.5):
-        _grid_at(monkeypatch, slowdown)
+    # A gain, and noise: the fastest round is 18 % slower, beyond the tolerance; rounds are not.
+    for slowdown, noise in ((0.5, (1.0,)), (1.0, (1.18, 1.19, 1.2, 1.25, 1.3))):
+        _grid_at(monkeypatch, slowdown, noise)
         assert runner.check(committed) == 0
-    _grid_at(monkeypatch, 1.0, (1.18, 1.19, 1.2, 1.25, 1.3))
-    assert runner.check(committed) == 0
-    # The same without intervals fails: only the fastest rounds are compared.
-    path = Path(committed[-1]) / "grid.json"
-    results = json.loads(path.read_text())
-    for row in results["results"]:
-        del row["paired_high"]
-    path.write_text(json.dumps(results))
-    assert runner.check(committed) == 1
 
 
 @pytest.mark.capability("D6")
@@ -107,36 +83,6 @@ def test_ratios_to_another_baseline_are_refused(kinds):
     assert message.endswith("Measure it here first: python -m bench grid")
     message = refusal(runner.regressions, {"results": []}, now, 0.1)
     assert "no arm was measured that has a committed result" in message
-
-
-@pytest.mark.capability("D6")
-@pytest.mark.full
-def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
-    """Real steps, timed as always, by a clock that counts operations: emulated linears multiply
-    eight times as often as when the results were committed."""
-    words = [*WORDS, "--rounds", "6", "--warm-up", "1"]
-    monkeypatch.setattr(grid, "SHORT", words)
-    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
-    multiply = QuantizedLinear.multiply
-
-    def often(self: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(7):
-            multiply(self, x)
-        return multiply(self, x)
-
-    with Operations() as work:
-        timed = partial(interleaved, clock=lambda: float(work.count))
-        monkeypatch.setattr(grid, "interleaved", timed)
-        assert runner.run("grid", [*words, "--out", str(tmp_path)]) == 0
-        check = ["grid", "--results", str(tmp_path)]
-        assert runner.check(check) == 0
-        monkeypatch.setattr(QuantizedLinear, "multiply", often)
-        capsys.readouterr()
-        assert runner.check(check) == 1
-    printed = capsys.readouterr().out
-    for size in (16, 32, 48):
-        assert f"grid, width {size}: delayed takes " in printed
-    assert "fp32 takes" not in printed
 
 
 # The committed results
@@ -182,13 +128,6 @@ def test_tiny_sizes_overwrite_no_committed_results():
     message = refusal(lambda: runner.run("emulation", ["--tiny"]))
     assert message.startswith("--tiny would overwrite results")
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
-
-
-@pytest.mark.parametrize("scenario", ["grid", "gpu"])
-def test_a_folder_that_cannot_be_made_is_named_before_anything_is_measured(scenario, tmp_path):
-    (tmp_path / "file").write_text("")
-    message = refusal(lambda: runner.run(scenario, ["--out", str(tmp_path / "file/results")]))
-    assert message == f"--out {tmp_path}/file/results cannot be made: Not a directory."
 
 
 @pytest.mark.parametrize("words", [("grid", "--rounds", "0"), ("study", "--workers", "-1")])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from bench import cells, report, runner
+from bench import report, runner
 from bench.cost import grid, operations
-from fp8stack.analysis.benchmark.timing import Timing, summarize
+from fp8stack.analysis.benchmark.timing import Timing
 from fp8stack.numerics import cast_to_fp8, dequantize, tensor_scale
 from fp8stack.precision import Hardware
 from tests.support.clock import timed
@@ -49,31 +48,6 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path):
             assert report.paired_cell(row) in text
 
 
-@pytest.mark.capability("D6")
-def test_a_scenario_calls_what_it_times(monkeypatch):
-    """The numbers come from the clock: a stand-in clock determines them."""
-
-    def fake(arms: dict, **options: object) -> dict[str, Timing]:
-        assert options["rounds"] == 2
-        return {name: summarize([10.0 + i]) for i, name in enumerate(arms)}
-
-    monkeypatch.setattr(grid, "interleaved", fake)
-    words = [*SCENARIOS["grid"], "--parts", "sizes"]
-    rows = runner.measured(grid, "grid", words)["results"]
-    assert [row["fastest_ms"] for row in rows] == [10.0, 11.0] * 3  # the baseline and delayed
-    assert rows[0]["tokens_per_s"] == pytest.approx(16 / 0.010)  # 1 x 16 tokens
-    assert rows[1]["ratio"] == pytest.approx(1.1)
-    assert rows[1]["speedup"] == pytest.approx(1 / 1.1, abs=1e-4)
-    options = runner.timing_options(runner.parse(grid, "grid", ["--device", "cpu"]))
-    # A hundred rounds after a warm-up of ten.
-    assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
-
-
-def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
-    assert grid.groups(["bf16", "a", "b"], H200) == [["bf16", "a"], ["bf16", "b"]]
-    assert grid.groups(["fp32", "a", "b"], CPU) == [["fp32", "a", "b"]]
-
-
 # Sizes
 
 
@@ -109,24 +83,7 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
         assert parameters == sorted(set(parameters))
 
 
-@pytest.mark.capability("D6")
-@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "gpu"])
-def test_the_batch_grows_from_32_to_256(hardware):
-    batches = grid.AXES[hardware.device]["batch"]
-    works = [grid.grown("batch", size, hardware, tiny=False) for size in batches]
-    assert [work.batch for work in works] == [32, 64, 128, 256]
-    assert all((work.config, work.context) == (works[0].config, works[0].context) for work in works)
-
-
 # The operations are what they are called
-
-
-def test_gigabytes_per_second_are_those_read_and_written():
-    timings = timed({name: [0.001] for name in operations.WRITTEN}, rounds=6)
-    rows = {row["arm"]: row for row in operations._cast_rows("case", timings, 10**6)}
-    assert rows["copy"]["gb_per_s"] == pytest.approx(8.0)  # 8 MB in a millisecond
-    assert rows["bf16"]["gb_per_s"] == pytest.approx(6.0)
-    assert rows["mxfp8"]["gb_per_s"] == pytest.approx(5.0)
 
 
 @pytest.mark.capability("D6")
@@ -142,56 +99,3 @@ def test_every_cast_gives_its_format():
         assert data.element_size() == operations.WRITTEN[name], name
     for name in ("mxfp8", "block"):
         assert (dequantize(copies[name]) - x).abs().max() < 0.1 * x.abs().max(), name
-
-
-def instances_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """The instances of the class `name` that `operations` creates from here on."""
-    instances: list[Any] = []
-    original = getattr(operations, name)
-
-    def make(*arguments: Any, **options: Any) -> Any:
-        instances.append(original(*arguments, **options))
-        return instances[-1]
-
-    monkeypatch.setattr(operations, name, make)
-    return instances
-
-
-def test_ways_to_a_scale_end_in_the_same_bytes_and_an_update_moves_what_was_recorded(monkeypatch):
-    x = torch.randn(64, 64)
-    results: dict[str, Any] = {name: arm() for name, arm in operations.scaled_casts(x).items()}
-    bare = results[operations.BARE].float()
-    assert torch.equal(results["current: amax, then its scale"].float(), bare)
-    # Delayed scaling casts with the scale known before, here none: 1.
-    first = results["delayed: amax noted, scale known"].float()
-    assert torch.equal(first, cast_to_fp8(x, 1.0, "e4m3").float())
-    assert results["amax alone"] == x.abs().max()
-    histories = instances_of(monkeypatch, "AmaxHistory")
-    arms = operations.updates(3, 4, "cpu")
-    arms["record"]()
-    assert histories[0].scales.tolist() == [1.0] * 3
-    arms["record and update"]()
-    assert histories[0].scales.tolist() == pytest.approx([448.0, 224.0, 448 / 3])
-
-
-@pytest.mark.parametrize("arm", ["norm, judged by the guard", "the same, and the host waits"])
-def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
-    monitors = instances_of(monkeypatch, "Monitor")
-    arms = operations.judging(16, "cpu")
-    optimizer = monitors[0]._optimizer
-    arms[arm]()
-    assert optimizer.found_inf == 0
-    optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.inf
-    arms[arm]()
-    assert optimizer.found_inf == 1
-
-
-# Other processes
-
-
-@pytest.mark.parametrize(("busy", "share"), [(16.0, 0.0), (26.0, 0.5)])
-def test_the_share_of_other_processes_is_that_of_all_cpus(busy, share, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    begin = cells.Clocks(wall=5.0, busy=100.0, this_process=50.0)
-    assert cells._others_share(begin, cells.Clocks(15.0, 100.0 + busy, 66.0)) == share
-    assert cells._others_share(begin, cells.Clocks(15.0, float("nan"), 66.0)) is None

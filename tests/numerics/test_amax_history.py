@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8stack.analysis.conform.oracles import DelayedSlot, scale_of
+from fp8stack.analysis.conform.oracles import DelayedSlot
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory, Quantizer, amax
@@ -18,7 +18,6 @@ from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
     STEADY,
-    default_dtype,
 )
 
 INF, NAN = math.inf, math.nan
@@ -110,32 +109,19 @@ def test_compiled_code_reads_and_writes_the_vector_as_one_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.0, -3.0, 2.0], 3.0),
-        ([-0.0, 0.0], 0.0),
+def test_an_amax_is_the_largest_magnitude_and_ignores_nan(dtype):
+    for values, expected in (
         ([1.0, NAN, -3.0], 3.0),
-        ([-NAN, 0.0], 0.0),
-        ([NAN, NAN], 0.0),
-        ([1.0, -INF], INF),
-        ([NAN, INF, 5.0], INF),
+        ([-0.0, 0.0, -NAN], 0.0),
+        ([NAN, -INF, 5.0], INF),
         ([2.0**-24, -(2.0**-23)], 2.0**-23),  # subnormal in float16
         ([], 0.0),
-    ],
-)
-def test_an_amax_is_the_largest_magnitude_and_ignores_nan(values, expected, dtype):
-    largest = amax(torch.tensor(values, dtype=dtype))
-    assert (largest.item(), largest.dtype, largest.shape) == (expected, torch.float32, ())
-    assert not largest.signbit()
-
-
-def test_the_amax_of_a_scalar_a_subnormal_or_a_view():
-    assert amax(torch.tensor([[-(2.0**-149)], [0.0]])).item() == 2.0**-149
-    x = torch.arange(-12.0, 12.0).reshape(4, 6)
-    assert amax(x[3, 5]).item() == 11.0
-    assert amax(x.T[1::2, 1:]).item() == 11.0
-    assert amax(x[::2, ::3]).item() == 12.0
+    ):
+        largest = amax(torch.tensor(values, dtype=dtype))
+        assert (largest.item(), largest.dtype, largest.shape) == (expected, torch.float32, ())
+        assert not largest.signbit()
+    x = torch.arange(-12.0, 12.0, dtype=dtype).reshape(4, 6)
+    assert (amax(x[3, 5]).item(), amax(x.T[1::2, 1:]).item()) == (11.0, 11.0)
 
 
 # AmaxHistory
@@ -167,25 +153,16 @@ def test_a_trace_by_hand_is_that_of_the_history_and_of_the_oracle():
         assert (slot.scale, tuple(slot.window)) == (scale, window)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        ("max", [64.0, 64.0, 64.0, 128.0, 256.0, 32.0]),
-        ("most_recent", [64.0, 128.0, 256.0, 256.0, 256.0, 32.0]),
-    ],
-)
-def test_a_scale_is_a_view_of_the_history_and_follows_its_algorithm(algorithm, expected):
-    history = AmaxHistory({"x": "e4m3"}, length=3, algorithm=algorithm)
-    scale = history.scale("x")
-    assert (scale.item(), scale.dtype, scale.shape) == (1.0, torch.float32, ())
-    assert trace(history, [7.0, 3.5, 1.75, 1.75, 1.75, 14.0]) == expected
-    assert scale.item() == expected[-1]
-
-
 def test_a_slot_added_later_starts_fresh_and_leaves_the_others_alone():
-    history = AmaxHistory({"x": "e4m3"}, length=2)
+    history = AmaxHistory(length=2)
+    history.update()
+    assert (history.slots, history.state_dict()) == ([], {})
+    history.extend({"x": "e4m3"})
+    scale = history.scale("x")
     trace(history, [7.0])
-    history.record("x", 14.0)
+    history.record("x", torch.tensor(14.0, requires_grad=True))
+    assert not history.recorded("x").requires_grad
+    assert scale == 64.0  # a view
     history.extend({"w": "e5m2"})
     assert history.slots == ["x", "w"]
     assert rows(history, "w") == [0.0, 0.0]
@@ -201,12 +178,6 @@ def test_to_moves_the_state_in_place():
     history.to("cpu")  # which resets it
     assert trace(history, [7.0]) == [64.0]
     assert rows(history) == [0.0, 7.0]
-
-
-def test_a_history_without_slots_does_nothing():
-    history = AmaxHistory(length=4)
-    history.update()
-    assert (history.slots, history.state_dict()) == ([], {})
 
 
 def test_the_state_is_float32_by_name_and_a_copy():
@@ -225,31 +196,13 @@ def test_the_state_is_float32_by_name_and_a_copy():
     assert state["block.0.x.amax_history"].tolist() == [0.0, 7.0]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_loaded_history_continues_bit_for_bit(algorithm):
-    first = AmaxHistory({"x": "e4m3", "dy": "e5m2"}, length=3, algorithm=algorithm)
-    trace(first, [0.1, 11.0, INF], "x")
-    trace(first, [0.3], "dy")
-    first.record("dy", 19.0)
-    second = AmaxHistory({"dy": "e5m2", "x": "e4m3"}, length=3, algorithm=algorithm)
-    second.load_state_dict(first.state_dict())
-    assert same_state(second.state_dict(), first.state_dict())
-    for slot in ("x", "dy"):
-        amaxes = [22.0, 0.7, 0.07, 3.0, 0.0]
-        assert trace(second, amaxes, slot) == trace(first, amaxes, slot)
-    assert same_state(second.state_dict(), first.state_dict())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"x.scale": None}, "'x.scale' is missing"),
-        ({"dy.amax_history": None}, "'dy.amax_history' is missing"),
         ({"w.scale": torch.ones(())}, "'w.scale' is not a slot of this model"),
         ({"dy.amax_history": torch.ones(4)}, r"'dy.amax_history' is torch.float32 \(4,\)"),
-        ({"dy.scale": torch.ones(1)}, r"'dy.scale' is torch.float32 \(1,\)"),
         ({"dy.scale": torch.ones((), dtype=torch.float64)}, "'dy.scale' is torch.float64"),
-        ({"x.amax_history": torch.ones(3).bfloat16()}, "'x.amax_history' is torch.bfloat16"),
     ],
     ids=str,
 )
@@ -299,21 +252,6 @@ def test_slots_of_which_one_is_refused_leave_the_history_as_it_was():
         assert set(history.state_dict()) == {"x.amax_history", "x.scale"}
     history.extend({"a": "e4m3"})
     assert history.slots == ["x", "a"]
-
-
-def test_an_amax_is_recorded_without_its_gradient():
-    history = AmaxHistory({"x": "e4m3"}, length=3)
-    history.record("x", torch.tensor(2.0, requires_grad=True))
-    assert not history.recorded("x").requires_grad
-    assert history.recorded("x") == 2.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_state_is_float32_whatever_torchs_default_dtype(dtype):
-    with default_dtype(dtype):
-        history = AmaxHistory({"x": "e4m3"}, length=2)
-        assert trace(history, [11.0]) == [float(scale_of(11.0, "e4m3"))]
-        assert {tensor.dtype for tensor in history.state_dict().values()} == {torch.float32}
 
 
 some_amaxes = st.sampled_from(
@@ -375,15 +313,7 @@ def test_amaxes_that_are_not_finite_are_cleared_and_the_others_give_the_scale(
     assert history.scale("b") == 57344 / (8 if algorithm == "max" else 2)
     assert history.history[-1, 0] == 0
     assert torch.equal(history.history[:, 1], before[:, 1])
-
-
-@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -1.0])
-def test_an_invalid_scale_is_computed_again_from_the_history(scale: float) -> None:
-    history = AmaxHistory({"a": "e4m3", "b": "e4m3"}, length=3)
-    history.record("a", 7.0)
-    history.update()
-    history.scales.fill_(scale)
-    assert history.clear_nonfinite().tolist() == [True, True]
-    assert history.scale("a") == 64.0
-    assert history.scale("b") == 1.0
-    assert history.clear_nonfinite().tolist() == [False, False]
+    for scale in (value, 0.0, -1.0):  # computed again from the history
+        history.scales.fill_(scale)
+        assert history.clear_nonfinite().tolist() == [True, True]
+        assert history.scale("a") == 448 / 8

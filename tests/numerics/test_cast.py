@@ -4,7 +4,6 @@ float32's ties and scales of all magnitudes are in `fp8stack conform`."""
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
@@ -39,84 +38,26 @@ def test_every_float16_casts_as_ml_dtypes_does(name):
         np.testing.assert_array_equal(cast_codes(x, scale, name), expected)
 
 
-@pytest.mark.capability("B2")
-@pytest.mark.parametrize(
-    ("value", "e4m3", "e5m2"),
-    [
-        (0.0, 0x00, 0x00),
-        (-0.0, 0x80, 0x80),
-        (math.inf, 0x7E, 0x7B),
-        (-math.inf, 0xFE, 0xFB),
-        (math.nan, 0x7F, 0x7F),
-        (-math.nan, 0x7F, 0x7F),
-        (448.0, 0x7E, 0x5F),
-        (464.0, 0x7E, 0x5F),  # E4M3: the tie of 448 and what would be 480
-        (-466.0, 0xFE, 0xDF),
-        (57344.0, 0x7E, 0x7B),
-        (61440.0, 0x7E, 0x7B),  # E5M2: the tie of 57344 and what would be 65536
-        (-64000.0, 0xFE, 0xFB),
-        (2.0**-9, 0x01, 0x18),
-        (2.0**-10, 0x00, 0x14),
-        (-(2.0**-16), 0x80, 0x81),
-        (2.0**-17, 0x00, 0x00),
-    ],
-)
-def test_the_special_values(value, e4m3, e5m2):
-    for dtype in FLOAT_DTYPES:
-        x = torch.tensor([value], dtype=dtype)
-        assert cast_codes(x, 1.0, "e4m3").tolist() == [e4m3]
-        assert cast_codes(x, 1.0, "e5m2").tolist() == [e5m2]
-
-
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.T,
-        lambda x: x[::3, 1::2],
-        lambda x: x.reshape(8, 6, 8).permute(2, 0, 1),
-        lambda x: x[0].expand(5, 8),
-    ],
-    ids=["transposed", "strided", "permuted", "expanded"],
-)
-def test_a_non_contiguous_tensor_casts_like_its_copy(view, dtype):
+def test_a_non_contiguous_tensor_casts_like_its_copy(dtype):
     base = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     base[0, 3], base[6, 1] = math.nan, math.inf
-    x = view(base)
-    expected = fp8_codes(np.ascontiguousarray(to_numpy(x)), 100.0, "e4m3")
-    data = cast_to_fp8(x, 100.0, "e4m3")
-    assert data.shape == x.shape
-    np.testing.assert_array_equal(codes(data.contiguous()), expected)
+    before = base.clone()
+    for view in VIEWS.values():
+        x = view(base)
+        expected = fp8_codes(np.ascontiguousarray(to_numpy(x)), 100.0, "e4m3")
+        data = cast_to_fp8(x, 100.0, "e4m3")
+        assert data.shape == x.shape
+        np.testing.assert_array_equal(codes(data.contiguous()), expected)
+    np.testing.assert_array_equal(to_numpy(base), to_numpy(before))
 
 
-def test_the_input_is_left_alone():
-    x = torch.tensor([1.0, math.nan, math.inf, 1000.0])
-    before = x.clone()
-    cast_to_fp8(x, 2.0)
-    assert torch.equal(x.view(torch.int32), before.view(torch.int32))
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_0_dim_or_empty_tensor_keeps_its_shape(name, shape):
-    data = cast_to_fp8(torch.full(shape, math.nan), 1.0, name)
-    assert (data.shape, data.dtype) == (shape, FP8_DTYPES[name])
-    assert (codes(data.reshape(-1)) == 0x7F).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_a_dtype_that_would_be_rounded_twice_is_refused(dtype):
-    with pytest.raises(ValueError, match="is not quantized"):
-        cast_to_fp8(torch.ones(1, dtype=dtype), 1.0)
-
-
-@pytest.mark.parametrize("name", ["fp8", "e8m0", "bf16", "E4M3", ""])
-def test_an_unknown_format_is_refused(name):
-    with pytest.raises(ValueError, match="No FP8 format"):
-        cast_to_fp8(torch.ones(1), 1.0, name)
-    hint = r"( Did you mean 'e4m3'\?)?"
-    with pytest.raises(ValueError, match=rf"No format '{name}'\.{hint} Known: e4m3, .*e2m1"):
-        tensor_scale(1.0, name)
+def test_a_0_dim_or_empty_tensor_keeps_its_shape(name):
+    for shape in ((), (0,), (3, 0, 2)):
+        data = cast_to_fp8(torch.full(shape, math.nan), 1.0, name)
+        assert (data.shape, data.dtype) == (shape, FP8_DTYPES[name])
+        assert (codes(data.reshape(-1)) == 0x7F).all()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6, 1), (1, 5), (6, 5)])
@@ -130,51 +71,36 @@ def test_a_scale_is_a_number_or_broadcast(shape):
         np.testing.assert_array_equal(cast_codes(x, scale.item(), "e4m3"), expected)
 
 
-@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
-def test_an_amax_of_0_inf_or_nan_gives_scale_1(amax):
-    for name, power_of_two, margin in product(FORMATS, (False, True), (0, 3)):
-        scale = tensor_scale(torch.tensor(amax), name, margin=margin, power_of_two=power_of_two)
-        assert (scale.item(), scale.dtype) == (1.0, torch.float32)
-
-
 @pytest.mark.parametrize(
     ("name", "amax", "margin", "power_of_two", "expected"),
     [
         ("e4m3", 7.0, 0, False, 64.0),
         ("e4m3", 7.0, 2, False, 16.0),
-        ("e4m3", 7.0, -1, False, 128.0),
-        ("e5m2", 7.0, 0, False, 8192.0),
+        ("e5m2", 7.0, -1, False, 16384.0),
         ("e4m3", 448.0, 0, True, 1.0),
         ("e4m3", 449.0, 0, True, 0.5),
-        ("e4m3", 1.0, 0, True, 256.0),
-        ("e4m3", 1.75, 0, True, 256.0),
         ("e4m3", 1.0, 1, True, 128.0),
-        ("e5m2", 3.0, 0, True, 16384.0),
         ("e4m3", 2.0**-149, 0, False, FLT_MAX),
         ("e4m3", 2.0**-149, 0, True, 2.0**127),
         ("e4m3", 1.75 * 2.0**-119, 0, False, 2.0**127),
-        ("e4m3", 1.75 * 2.0**-120, 0, False, FLT_MAX),
-        ("e5m2", 2.0**-113, 0, False, FLT_MAX),
+        *(("e4m3", amax, 3, power, 1.0) for amax in (0.0, math.inf) for power in (False, True)),
+        ("e5m2", math.nan, 0, False, 1.0),
     ],
 )
 def test_hand_computed_scales(name, amax, margin, power_of_two, expected):
     scale = tensor_scale(amax, name, margin=margin, power_of_two=power_of_two)
     assert (scale.item(), scale.dtype, scale.shape) == (expected, torch.float32, ())
+    if expected == FLT_MAX:
+        assert tensor_scale(amax, overflow=65504.0) == 65504.0
+        assert tensor_scale(amax, overflow=65504.0, power_of_two=True) == 32768.0
 
 
-def test_an_overflowing_scale_becomes_what_the_caller_says():
-    amax = torch.tensor([2.0**-130, 448.0])
-    assert tensor_scale(amax, overflow=65504.0).tolist() == [65504.0, 1.0]
-    assert tensor_scale(amax, overflow=65504.0, power_of_two=True).tolist() == [32768.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_scale_arithmetic_is_float32_whatever_torchs_default_dtype(dtype):
-    with default_dtype(dtype):
-        for amax in (11.0, torch.tensor(11.0, dtype=torch.float32)):
-            scale = tensor_scale(amax)
-            assert (scale.item(), scale.dtype) == (float(scale_of(11.0, "e4m3")), torch.float32)
-        assert tensor_scale(11.0, power_of_two=True).item() == 32.0
+def test_scale_arithmetic_is_float32_whatever_torchs_default_dtype():
+    for dtype in (torch.float64, torch.bfloat16):
+        with default_dtype(dtype):
+            for amax in (11.0, torch.tensor(11.0, dtype=torch.float32)):
+                scale = tensor_scale(amax)
+                assert (scale.item(), scale.dtype) == (scale_of(11.0, "e4m3"), torch.float32)
 
 
 @pytest.mark.capability("B10")
@@ -189,3 +115,23 @@ def test_int8_loses_93_percent_of_attentions_probabilities_and_e4m3_17():
     int8_codes = np.rint(to_numpy(x) / (to_numpy(x).max() / 127))
     assert np.mean(int8_codes == 0) == pytest.approx(0.933, abs=5e-4)
     assert np.mean(e4m3_codes == 0) == pytest.approx(0.172, abs=5e-4)
+
+
+VIEWS = {
+    "transposed": lambda x: x.T,
+    "strided": lambda x: x[::3, 1::2],
+    "permuted": lambda x: x.reshape(8, 6, 8).permute(2, 0, 1),
+    "expanded": lambda x: x[0].expand(5, 8),
+}
+
+
+def test_other_formats_and_dtypes_are_refused():
+    for name in ("bf16", "E4M3", ""):
+        with pytest.raises(ValueError, match="No FP8 format"):
+            cast_to_fp8(torch.ones(1), 1.0, name)
+        hint = r"( Did you mean 'e4m3'\?)?"
+        with pytest.raises(ValueError, match=rf"No format '{name}'\.{hint} Known: e4m3, .*e2m1"):
+            tensor_scale(1.0, name)
+    for dtype in (torch.float64, torch.int32):  # which would be rounded twice
+        with pytest.raises(ValueError, match="is not quantized"):
+            cast_to_fp8(torch.ones(1, dtype=dtype), 1.0)

@@ -15,7 +15,6 @@ import torch
 
 from bench.gpu import golden
 from fp8stack.analysis.conform import oracles
-from fp8stack.analysis.conform import te_casts as te_raw
 from fp8stack.analysis.conform.checks import Context
 from fp8stack.analysis.conform.golden import FOLDER
 from fp8stack.common.errors import UserError
@@ -88,6 +87,7 @@ def _weight(case: dict, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{case['name']}/weight bytes": data, f"{case['name']}/weight inverse": inverse}
 
 
+@pytest.mark.full
 def test_what_is_captured_of_the_stand_in_compares_well_and_is_small(captured: Path) -> None:
     description, tensors = loaded(captured)
     for case in description["cases"]:
@@ -103,29 +103,22 @@ def test_what_is_captured_of_the_stand_in_compares_well_and_is_small(captured: P
 
 CHANGES = [
     ("cast bf16 e4m3", "bytes"),
-    ("cast fp32 e5m2", "bytes"),
     ("cast fp32 e4m3", "inverses"),
     ("cast bf16 e5m2", "amax"),
     ("history 1 most_recent margin 1", "scales"),
-    ("history 4 max margin 0", "scales"),
     ("history 16 max margin 0", "histories"),
-    ("history 1024 most_recent margin 0", "histories"),
     ("current special bf16: e4m3, tensor, float32, eps 0", "bytes along"),
-    ("current ordinary fp32: e4m3, tensor, power_of_two, eps 0", "scales along"),
-    ("block ordinary bf16: e4m3, (1, 128), power_of_two, eps 0", "bytes along"),
     ("block special bf16: e4m3, (1, 128), float32, eps 0", "scales across"),
-    ("block ordinary fp32: e4m3, (128, 128), power_of_two, eps 0", "scales along"),
     ("mxfp8 ordinary bf16: e4m3, (1, 32), e8m0, eps 0", "bytes across"),
-    ("mxfp8 special bf16: e4m3, (1, 32), e8m0, eps 0", "scales along"),
     ("module Linear bf16 delayed", "weight bytes"),
     ("module Linear fp32 current", "weight inverse"),
-    ("module Linear bf16 delayed", "scale gemm1.input"),
     ("module Linear fp32 delayed", "amax_history gemm1.grad_output"),
     ("module LayerNormMLP bf16 delayed", "scale gemm2.grad_output"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "field"), CHANGES)
+@pytest.mark.full
 def test_one_changed_bit_is_found(captured: Path, name: str, field: str) -> None:
     description, tensors = loaded(captured)
     (case,) = [case for case in description["cases"] if case["name"] == name]
@@ -137,30 +130,7 @@ def test_one_changed_bit_is_found(captured: Path, name: str, field: str) -> None
             check(case, tensors | {f"{name}/{field}": changed})
 
 
-@pytest.mark.parametrize("field", ["y", "dx", "d weight", "d bias"])
-@pytest.mark.parametrize("scaling", ["delayed", "current", "block", "mxfp8"])
-def test_outputs_that_are_two_percent_off_are_found(
-    captured: Path, scaling: str, field: str
-) -> None:
-    description, tensors = loaded(captured)
-    name = f"module Linear bf16 {scaling}"
-    (case,) = [case for case in description["cases"] if case["name"] == name]
-    with pytest.raises(AssertionError, match="dB"):
-        check(case, tensors | {f"{name}/{field}": tensors[f"{name}/{field}"] * 1.02})
-
-
-@pytest.mark.parametrize("module", ["LayerNormLinear", "LayerNormMLP"])
-def test_an_amax_after_a_norm_that_is_five_percent_off_is_found(
-    captured: Path, module: str
-) -> None:
-    description, tensors = loaded(captured)
-    name = f"module {module} bf16 delayed"
-    (case,) = [case for case in description["cases"] if case["name"] == name]
-    field = f"{name}/amax_history gemm1.input"
-    with pytest.raises(AssertionError):
-        check(case, tensors | {field: tensors[field] * 1.05})
-
-
+@pytest.mark.full
 def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> None:
     description, tensors = loaded(captured)
     case = description["cases"][0]
@@ -171,26 +141,11 @@ def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> Non
         check(case, remaining)
 
 
-def test_what_cannot_be_captured_is_written_down_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: object) -> None:
-        raise RuntimeError("no kernel for this")
-
-    def few(context: Context) -> object:
-        chosen = (current, "cast bf16 e4m3")
-        return [(name, capture) for name, capture in every(context) if name in chosen]
-
-    every, current = (
-        golden.captures,
-        "current ordinary bf16: e4m3, tensor, float32, eps 0",
-    )
-    monkeypatch.setattr(te_raw, "quantize", broken)
-    monkeypatch.setattr(golden, "captures", few)
-    with te_with_quantizers():
-        facts = golden.captured(Context(MACHINE), tmp_path)
-    assert not facts["holds"]
-    assert facts["captured"] == 1
-    assert "no kernel for this" in facts["not_captured"][current]
-    description, _ = load(tmp_path / facts["file"])
-    assert "no kernel for this" in str(description["failed"])
+@pytest.mark.full
+def test_outputs_that_are_two_percent_off_are_found(captured: Path) -> None:
+    description, tensors = loaded(captured)
+    for scaling, field in (("delayed", "y"), ("block", "dx"), ("mxfp8", "d weight")):
+        name = f"module Linear bf16 {scaling}"
+        (case,) = [case for case in description["cases"] if case["name"] == name]
+        with pytest.raises(AssertionError, match="dB"):
+            check(case, tensors | {f"{name}/{field}": tensors[f"{name}/{field}"] * 1.02})

@@ -9,18 +9,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fp8stack
 from fp8stack.layers import build_backend
-from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import LowPrecisionLayer, QuantizedLinear
 from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for, workload
 from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.planning.estimate import Answer, PhaseEstimate, memory_of
 from fp8stack.planning.memory import Estimate, Setting, estimate, optimizer_bytes
-from fp8stack.planning.operations import casts_of, operations_of
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.planning.savings import largest_batch, savings
@@ -98,34 +95,32 @@ IN_ONE_SHAPE = [
 ]
 
 
+CHANGED: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("bf16", "auto", "llama", {"residual": "bf16"}),
+    ("bf16", "auto", "odd", {"attention": "fp32"}),
+    ("delayed", "auto", "mixture", {"residual": "bf16"}),
+    ("fp16", "auto", "gpt2", {"attention": "fp32"}),
+]
+
+
 @pytest.mark.capability("D1")
 @pytest.mark.parametrize(
-    ("recipe", "backend", "shape"),
+    ("recipe", "backend", "shape", "changes"),
     [
-        case(*run, shape, quick=run in IN_ALL_SHAPES or shape == "llama")
-        for run in IN_ONE_SHAPE
-        for shape in SHAPES
+        *(
+            case(*run, shape, {}, quick=run in IN_ALL_SHAPES or shape == "llama")
+            for run in IN_ONE_SHAPE
+            for shape in SHAPES
+        ),
+        *CHANGED,
     ],
 )
 @pytest.mark.full
-def test_tensors_saved_for_backward_are_estimated_within_a_tenth(shape, recipe, backend):
+def test_tensors_saved_for_backward_are_estimated_within_a_tenth(shape, recipe, backend, changes):
     checkpointing: Recompute
     for checkpointing in get_args(Recompute):
-        model, setting = build(shape, recipe, backend, checkpointing=checkpointing)
-        assert estimate(setting).saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "recipe", "overrides"),
-    [
-        ("llama", "bf16", {"residual": "bf16"}), ("odd", "bf16", {"attention": "fp32"}),
-        ("mixture", "delayed", {"residual": "bf16"}), ("gpt2", "fp16", {"attention": "fp32"}),
-    ],
-)  # fmt: skip
-def test_dtypes_that_a_recipe_changes_are_estimated(shape, recipe, overrides):
-    for checkpointing in ("none", "block"):
-        keys = {"recipe_overrides": overrides, "checkpointing": checkpointing}
-        model, setting = build(shape, recipe, **keys)
+        keys = {"recipe_overrides": changes, "checkpointing": checkpointing}
+        model, setting = build(shape, recipe, backend, **keys)
         assert estimate(setting).saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
 
 
@@ -136,40 +131,6 @@ def _small_chunks(monkeypatch):
     trace.cache_clear()
     yield
     trace.cache_clear()
-
-
-@pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
-def test_a_loss_in_chunks_keeps_no_probabilities(recipe):
-    for sequences in (8, 29):  # two chunks, and more than a trace runs
-        model, setting = build("nano", recipe, sequences=sequences)
-        expected, vocabulary = estimate(setting), setting.plan.layer("lm_head").out_features
-        assert expected.saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
-        probabilities = 4 * sequences * setting.context * vocabulary
-        norm_and_head = 4 * 128 * (sequences * setting.context + 2 * vocabulary)
-        assert expected.loss < norm_and_head + (0 if recipe == "fp32" else probabilities / 2 + 1)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [("bf16", {}), ("mxfp8", {"quantizer": {"block": (1, 64)}})],
-)
-def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
-    recipe, changes, monkeypatch
-):
-    monkeypatch.setitem(ACTIVATIONS, "cubed", lambda hidden: F.softplus(hidden) * hidden.square())
-    config = GPTConfig(vocabulary=250, context=64, layers=2, width=128, heads=4)
-    config = config.model_copy(update={"activation": "cubed"})
-    plan = plan_for(config, load_recipe(recipe, changes), CPU, "auto")
-    setting = Setting(config=config, plan=plan, sequences=4, context=24)
-    model = GPT(config, build_backend(plan))
-    model.backend.weights.only_tracked_changes = True
-    assert estimate(setting).saved == pytest.approx(saved_bytes(model, setting), rel=0.1)
-    operations = {(x.path, x.name): x for x in operations_of(config, plan)}
-    activation = operations["blocks.1.mlp", "activation"]
-    assert (activation.operands, activation.output) == ((plan.compute_dtype,), plan.compute_dtype)
-    casts = [cast for cast in casts_of(config, plan) if cast.to_fp8]
-    assert len(casts) == (0 if recipe == "bf16" else 3 * 8)
 
 
 @pytest.mark.capability("D1")
@@ -266,31 +227,6 @@ def test_weights_that_layers_keep_are_estimated_to_the_byte(recipe, backend):
     assert estimate(setting).fp8_weights == bytes_of([x for x in tensors if x.numel() > 1])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend"), [("fp32", "auto"), ("bf16", "auto"), ("delayed", "emulate")]
-)
-def test_copies_of_weights_that_a_micro_batch_saves_are_estimated_to_the_byte(recipe, backend):
-    model, setting = build("llama", recipe, backend)
-    saved: list[Tensor] = []
-
-    def save(x: Tensor) -> Tensor:
-        saved.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-        loss_of(model, setting)
-    shapes = {p.shape for p in model.parameters() if p.ndim == 2}
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    matrices = [x for x in saved if x.ndim == 2 and {x.shape, x.t().shape} & shapes]
-    parameters |= {
-        cached.copies.untyped_storage()._cdata
-        for layer in model.modules()
-        for cached in getattr(layer, "casts", {}).values()
-    }
-    copies = [x for x in matrices if x.untyped_storage()._cdata not in parameters]
-    assert estimate(setting).weight_copies == bytes_of(copies)
-
-
 def test_amax_histories_and_tables_of_rope_are_estimated():
     changes = {"quantizer": {"history_length": 512}, "weight": {"dgrad": {"history_length": 600}}}
     for shape, slots in (("llama", 3 * 8 + 8), ("mixture", 4 * (8 + 2 * 4))):
@@ -301,17 +237,6 @@ def test_amax_histories_and_tables_of_rope_are_estimated():
         tables = [x for pair in model._rotations.values() for x in pair]
         measured = bytes_of([delayed.history.history, delayed.history.scales, *tables])
         assert estimate(setting).buffers == pytest.approx(measured, rel=0.01)
-
-
-def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layers():
-    def element_bytes(recipe: str, **changes: Any) -> float:
-        plan = build("gpt2", recipe, recipe_overrides=changes)[1].plan
-        return PhaseEstimate(name="", steps=1, plan=plan, estimates={}).element_bytes
-
-    sizes = {"fp32": 4, "delayed": 1, "nvfp4": 0.5, "rowwise_wgrad_hp": (1 + 1 + 4) / 3}
-    assert {name: element_bytes(name) for name in sizes} == sizes
-    layers = [{"match": "blocks.*.mlp.*", "recipe": "mxfp4"}]
-    assert element_bytes("mxfp8", layers=layers) == (1 + 0.5) / 2
 
 
 def test_fsdp_shards_tensors_that_ddp_replicates():
@@ -378,7 +303,7 @@ def test_one_sequence_more_than_the_largest_batch_does_not_fit(estimated):
         assert peaks[0] <= table["memory"] < peaks[1]
 
 
-@pytest.mark.parametrize("memory_gib", [0.02, 0.05, 0.1, 0.2, 10])
+@pytest.mark.parametrize("memory_gib", [0.02, 0.1, 10])
 def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
     memory_gib, estimated, command, capsys
 ):
@@ -398,17 +323,6 @@ def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
     assert command("estimate", *arguments) == 0
     proposal = f"--batch 96 --accumulate {min(counts, default=0)}\n"
     assert (proposal in capsys.readouterr().out) == bool(counts)
-
-
-@pytest.mark.full
-def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(estimated):
-    arguments = ["--model", "gpt2-124m", "--capability", "8.0", "--batch", "8", "--recipe"]
-    table = estimated(*arguments, "bf16")
-    assert table["memory"] == 80 * 10**9  # by the data sheet
-    assert table["largest_batch"]["block"] > table["largest_batch"]["none"] > 8
-    for kind in estimated(*arguments, "fp32")["phases"][0]["estimates"].values():
-        assert kind["parts"]["weight_copies"] == 0
-        assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
 
 
 @pytest.mark.capability("D1")
@@ -460,12 +374,6 @@ def test_a_gpu_that_is_named_stands_for_no_other():
     assert memory_of(CPU) == (None, "")
 
 
-@pytest.mark.full
-def test_the_active_parameters_of_a_mixture_are_told(estimated):
-    run = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
-    assert (run["parameters"], run["active_parameters"]) == (2_102_656, 923_008)
-
-
 @pytest.mark.capability("C2")
 def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
@@ -487,7 +395,6 @@ def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--recipe fp9", "No recipe 'fp9'"),
         ("--batch 9 --ranks 2", "cannot be shared equally by 2 ranks"),
         (
             "--ranks 2 --parallel fsdp --capability 9.0 --recipe delayed --backend te",
@@ -495,7 +402,6 @@ def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command,
         ),
         ("--context 4096", "--context 4096 is more than the 128"),
         ("--phases defualt", "Did you mean 'default'?"),
-        ("--capability hopper", "is no compute capability"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused):

@@ -165,29 +165,6 @@ def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style):
     assert all("residual stream" in cast.what for cast in casts_of(config, plan) if not cast.path)
 
 
-@pytest.mark.capability("B9")
-def test_an_excluded_layer_and_the_rest_run_as_planned():
-    plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
-    operations = {(operation.path, operation.name): operation for operation in check(LLAMA, plan)}
-    assert operations["blocks.0.attention.output", "fprop"].operands == ("bf16", "bf16")
-    assert operations["lm_head", "dgrad"].operands == ("e5m2 in bf16", "e4m3 in bf16")
-
-
-@pytest.mark.capability("A5")
-def test_a_plan_that_is_wrong_in_one_operation_is_found_out():
-    plan = plan_of(GPT2, "delayed", "emulate", "bf16")
-    gemms, operations = record(GPT2, plan)[0].gemms, operations_of(GPT2, plan)
-    assert gemms == gemms_of(operations)
-    for name, change in (
-        ("fprop", {"output": "fp32"}),
-        ("dgrad", {"operands": ("e4m3 in bf16", "e4m3 in bf16")}),
-        ("wgrad", {"output": "bf16"}),
-    ):
-        index = next(i for i, operation in enumerate(operations) if operation.name == name)
-        wrong = replace(operations[index], **change)
-        assert gemms != gemms_of([*operations[:index], wrong, *operations[index + 1 :]])
-
-
 # Sums, and what happens once per optimizer step
 
 
@@ -337,21 +314,6 @@ def test_an_autocast_around_the_model_does_not_round_float32_attention(monkeypat
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(1, 8, dtype=torch.long))
     assert autocasts == [False, False, True, True]
-
-
-@pytest.mark.slow
-def test_float32_attention_gives_the_same_compiled_and_eager():
-    config = LLAMA.model_copy(update={"layers": 1})
-    plan = plan_of(config, "bf16", "auto", None, attention="fp32")
-    tokens = torch.randint(61, (2, 17))
-    eager, compiled = (GPT(config, build_backend(plan)) for _ in range(2))
-    compiled.compile_blocks("aot_eager")
-    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (eager, compiled)]
-    assert torch.equal(*losses)
-    for loss in losses:
-        loss.backward()
-    gradients = [model.blocks[0].attention.qkv.weight.grad for model in (eager, compiled)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rich.console import Console
 from fp8stack.common.errors import UserError
 from fp8stack.precision import Hardware, assumed, doctor, hardware, probe, resolve
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
+from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te
 from fp8stack.precision.native_gemms import TORCH_MINIMUM
 from tests.conftest import refusal
 
@@ -149,63 +149,45 @@ def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_cuda: None):
 # This machine
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_machine_without_cuda_is_its_cpu(no_cuda, device):
-    machine = probe(device)
+def test_a_machine_without_cuda_is_its_cpu(no_cuda):
+    machine = probe()
+    assert machine == probe("cpu")
     assert (machine.device, machine.capability, machine.has_te) == ("cpu", None, False)
     assert machine.cuda_version is None
     assert machine.name
     assert 0.1 < machine.memory_gib < 1e5
     assert machine.torch_version == torch.__version__
-    assert isinstance(machine.cpu_bf16, bool)
     assert machine.name in str(machine)
-
-
-def test_cuda_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
-    message = refusal(probe, "cuda")
-    assert "No CUDA GPU" in message
-    assert "--device cpu" in message
-
-
-@pytest.mark.parametrize("device", ["gpu", "CUDA", "cuda:0", "xpu:1", "hip", ""])
-def test_an_unknown_device_is_refused(device):
-    assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda, xpu."
 
 
 # A fake GPU
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_an_h100_is_read_from_what_torch_says(fake_gpu, device):
-    fake_gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.19, "12.9", "2.20.0")
-    assert probe(device) == Hardware(
-        "cuda",
-        (9, 0),
-        has_te=True,
-        cuda_version=(12, 9),
-        name="NVIDIA H100 80GB HBM3",
-        memory_gib=79.2,
-        torch_version=torch.__version__,
-        te_version="2.20.0",
-    )
+def test_an_unknown_device_is_refused_and_an_absent_one_with_a_way_out(no_cuda):
+    for device in ("gpu", "cuda:0", ""):
+        assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda, xpu."
+    for device in ("cuda", "xpu"):
+        message = f"No {device.upper()} GPU is usable by this torch. Use --device cpu."
+        assert refusal(probe, device) == message
 
 
-@pytest.mark.parametrize(
-    ("cuda", "expected"),
-    [("12.8", (12, 8)), ("13.0", (13, 0)), ("12.10", (12, 10)), ("12.4.1", (12, 4)), (None, None)],
-)
-def test_the_cuda_version_is_read_as_two_numbers(fake_gpu, cuda, expected):
-    fake_gpu("a GPU", (8, 9), 24.0, cuda, None)
-    assert probe().cuda_version == expected
-
-
-@pytest.mark.parametrize(
-    ("te", "problem"), [(None, ""), ("2.20.0", "it is broken: mend it")], ids=["none", "broken"]
-)
-def test_a_gpu_whose_te_cannot_be_used_says_which_and_why(fake_gpu, te, problem):
-    fake_gpu("a GPU", (9, 0), 80.0, "12.9", te, problem)
-    machine = probe()
-    assert (machine.has_te, machine.te_version, machine.te_problem) == (False, te, problem)
+@pytest.mark.parametrize("cuda", ["12.9", "12.10", "12.4.1", None])
+def test_an_h100_is_read_from_what_torch_says(fake_gpu, cuda):
+    name = "NVIDIA H100 80GB HBM3"
+    for te, problem in (("2.20.0", ""), (None, ""), ("2.20.0", "it is broken: mend it")):
+        fake_gpu(name, (9, 0), 79.19, cuda, te, problem)
+        assert probe() == probe("cuda")
+        assert probe() == Hardware(
+            "cuda",
+            (9, 0),
+            has_te=te is not None and not problem,
+            cuda_version=None if cuda is None else (12, int(cuda.split(".")[1])),
+            name=name,
+            memory_gib=79.2,
+            torch_version=torch.__version__,
+            te_version=te,
+            te_problem=problem,
+        )
 
 
 def test_the_cpu_is_probed_without_a_look_at_the_gpu_or_at_te(fake_gpu, installed, monkeypatch):
@@ -268,57 +250,45 @@ FAKE_TORCHES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def found_by_fake_torches(tmp_path_factory) -> dict[str, tuple[Hardware, bool]]:
-    """The machine as new processes with each torch find it, and if torch was imported."""
+def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(tmp_path):
     cases = []
-    for options, *_ in FAKE_TORCHES.values():
-        site = tmp_path_factory.mktemp("site")
-        (site / "torch").mkdir()
+    for number, (options, *_) in enumerate(FAKE_TORCHES.values()):
+        folder = tmp_path / str(number) / "torch"
+        folder.mkdir(parents=True)
         build = BUILD.format(cuda=options.get("cuda", "12.9"), hip=options.get("hip"))
-        (site / "torch" / "version.py").write_text(build)
-        says = SAYS.format(available=options.get("available", True))
-        (site / "torch" / "__init__.py").write_text(says)
-        cases.append((str(site), options.get("driver", True), options.get("device", "auto")))
+        (folder / "version.py").write_text(build)
+        (folder / "__init__.py").write_text(SAYS.format(available=options.get("available", True)))
+        device = options.get("device", "auto")
+        cases.append((str(folder.parent), options.get("driver", True), device))
     command = [sys.executable, "-c", ASK.format(cases=cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    lines = [line.split("|") for line in done.stdout.splitlines()]
-    names = {"Hardware": Hardware}
-    machines = [(eval(text, names), imported == "True") for text, imported in lines]
-    return dict(zip(FAKE_TORCHES, machines, strict=True))
-
-
-@pytest.mark.parametrize("case", FAKE_TORCHES)
-def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(case, found_by_fake_torches):
-    _, imports, finds = FAKE_TORCHES[case]
-    machine, imported = found_by_fake_torches[case]
-    assert imported == imports
-    assert machine.torch_version == "2.99.0+fake"
-    if finds:
-        assert (machine.device, machine.name, machine.memory_gib) == ("cuda", "a GPU", 80.0)
+    lines = done.stdout.splitlines()
+    for (case, (_, imports, finds)), line in zip(FAKE_TORCHES.items(), lines, strict=True):
+        text, imported = line.split("|")
+        machine = eval(text, {"Hardware": Hardware})
+        assert (imported == "True") == imports, case
+        assert (machine.device, machine.torch_version) == (
+            "cuda" if finds else "cpu",
+            "2.99.0+fake",
+        )
+        if finds:
+            assert (machine.name, machine.memory_gib) == ("a GPU", 80.0)
         kind = (machine.capability, machine.cuda_version, machine.other_gpu)
-        nvidia = ((9, 0), (12, 9), "")
+        nvidia = ((9, 0), (12, 9), "") if finds else (None, None, "")
         assert kind == ((None, None, "AMD GPU") if case == "ROCm" else nvidia)
-    else:
-        assert (machine.device, machine.capability) == ("cpu", None)
 
 
-@pytest.mark.parametrize(
-    ("platform", "loads", "expected"),
-    [("linux", True, True), ("linux", False, False), ("win32", False, True)],
-)
-def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(
-    monkeypatch, platform, loads, expected
-):
-    def load(name: str) -> None:
-        assert name == "libcuda.so.1"
-        if not loads:
-            raise OSError("cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert hardware._has_driver() is expected
+def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(monkeypatch):
+    loaded: list[str] = []
+    monkeypatch.setattr(ctypes, "CDLL", loaded.append)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert hardware._has_driver()
+    assert loaded == ["libcuda.so.1"]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: ctypes.PyDLL("no such library"))
+    assert not hardware._has_driver()
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert hardware._has_driver()
 
 
 # GPUs of other makers
@@ -391,80 +361,48 @@ def test_a_gpu_of_intel_without_float64_is_named_and_the_cpu_runs(fake_intel):
     assert refusal(probe, "xpu") == f"{problem}. Use --device cpu."
 
 
-def test_an_intel_gpu_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
-    message = refusal(probe, "xpu")
-    assert message == "No XPU GPU is usable by this torch. Use --device cpu."
-
-
-@pytest.mark.parametrize("recipe", ["auto", "delayed", "bf16"])
-def test_auto_stays_on_the_cpu_of_a_mac_and_says_so(apple, recipe):
+def test_auto_stays_on_the_cpu_of_a_mac_and_says_so(apple):
     machine = probe()
     assert (machine.device, machine.other_gpu) == ("cpu", "")
-    plan = resolve(recipe, machine)
     problem = "Apple's GPU has no float64, which training needs"
-    assert plan.device == "cpu"
-    assert plan.reasons[0] == f"{problem}; the CPU runs"
-    message = refusal(resolve, recipe, machine, strict=True)
-    assert message.endswith(f"{problem}; the CPU runs. Use --device cpu to choose it.")
-    assert problem not in str(resolve(recipe, probe("cpu")))
+    for recipe in ("auto", "delayed", "bf16"):
+        plan = resolve(recipe, machine)
+        assert (plan.device, plan.reasons[0]) == ("cpu", f"{problem}; the CPU runs")
+        message = refusal(resolve, recipe, machine, strict=True)
+        assert message.endswith(f"{problem}; the CPU runs. Use --device cpu to choose it.")
+        assert problem not in str(resolve(recipe, probe("cpu")))
     assert refusal(probe, "mps") == f"{problem}. Use --device cpu."
 
 
-# What `doctor` says on machines that are not here: how each recipe runs, in the order of SHOWN.
-#   bf16, fp32 ...  this precision, by plain torch
-#   te, torch       natively, by this backend
-#   em              emulated
 SHOWN = ["auto", "delayed", "current", "block", "mxfp8", "rowwise", "nvfp4", "bf16", "tf32"]
-DOCTOR = """
-8.0     bf16  bf16  bf16  bf16  em    em    em    bf16 tf32
-8.6     bf16  bf16  bf16  bf16  em    em    em    bf16 tf32
-8.9     te    te    te    bf16  em    em    em    bf16 tf32
-9.0     te    te    te    te    em    torch em    bf16 tf32
-10.0    te    te    te    te    te    torch te    bf16 tf32
-10.3    te    te    te    te    te    torch te    bf16 tf32
-12.0    te    te    te    te    torch torch torch bf16 tf32
-amd     bf16  em    em    em    em    em    em    bf16 fp32
-max     bf16  em    em    em    em    em    em    bf16 fp32
-apple   fp32  em    em    em    em    em    em    bf16 fp32
-"""
+DOCTOR = {
+    "9.0": "te te te te em torch em bf16 tf32",
+    "amd": "bf16 em em em em em em bf16 fp32",
+    "apple": "fp32 em em em em em em bf16 fp32",
+}
 
 
 @pytest.mark.capability("B11")
-@pytest.mark.parametrize("row", DOCTOR.strip().splitlines(), ids=lambda row: row.split()[0])
-def test_doctor_tells_how_each_recipe_runs_on_a_gpu_that_is_not_here(row, request, monkeypatch):
-    machine, *expected = row.split()
+@pytest.mark.parametrize("machine", DOCTOR)
+def test_doctor_tells_how_each_recipe_runs_on_a_gpu_that_is_not_here(machine, request, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: False)
     if machine == "amd":
         request.getfixturevalue("fake_amd")("AMD Instinct")
-    elif machine == "max":
-        request.getfixturevalue("fake_intel")("Intel(R) Data Center GPU Max 1550")
     elif machine == "apple":
         request.getfixturevalue("apple")
     else:
-        gpu = request.getfixturevalue("fake_gpu")
-        gpu("a GPU", tuple(map(int, machine.split("."))), 80.0, "13.2", "2.20.2")
+        request.getfixturevalue("fake_gpu")("a GPU", (9, 0), 80.0, "13.2", "2.20.2")
         monkeypatch.setattr(hardware, "_torch_build", lambda: NEWEST)
     recipes = doctor.as_json(probe())["recipes"]
-    words = {}
-    for name in SHOWN:
-        plan, is_emulated = recipes[name], recipes[name]["backend"] == "emulate"
-        words[name] = "em" if is_emulated else plan["backend"]
-        if plan["backend"] == "reference":
-            words[name] = plan["compute_dtype"]
-        if words[name] in ("te", "torch", "em"):
-            assert plan["native"] == (not is_emulated)
-    assert words == dict(zip(SHOWN, expected, strict=True))
+    words = []
+    for plan in map(recipes.get, SHOWN):
+        is_emulated, plain = plan["backend"] == "emulate", plan["backend"] == "reference"
+        words.append("em" if is_emulated else plan["compute_dtype" if plain else "backend"])
+        assert plain or plan["native"] == (not is_emulated)
+    assert words == DOCTOR[machine].split()
 
 
 NEWEST = {"__version__": "2.15.0+cu132", "cuda": "13.2", "hip": None, "xpu": None}
-
-
-@pytest.mark.parametrize(
-    ("version", "pair"),
-    [("2.13.0+cpu", (2, 13)), ("2.10", (2, 10)), ("12", None), ("x2.1", None), ("", None)],
-)
-def test_a_version_is_its_first_two_numbers(version, pair):
-    assert version_pair(version) == pair
 
 
 # Transformer Engine
@@ -482,16 +420,7 @@ TRACEBACK = """Traceback (most recent call last):
 """
 
 
-def test_a_te_that_is_not_installed_is_no_problem_and_not_imported(installed, import_ends):
-    installed(None)
-    calls = import_ends(1)
-    assert find_te() == (None, "")
-    assert calls == []
-
-
-@pytest.mark.parametrize(
-    "version", ["2.19.0", "2.9", "2.2.0", "1.13.0", "0.6+abc", "1.99", "2", "2.x", "stable", ""]
-)
+@pytest.mark.parametrize("version", ["2.19.0", "1.99", "2", "stable", ""])
 def test_a_te_that_is_too_old_is_named_with_the_remedy_and_not_imported(
     installed, import_ends, version
 ):
@@ -499,24 +428,18 @@ def test_a_te_that_is_too_old_is_named_with_the_remedy_and_not_imported(
     calls = import_ends(0)
     problem = f"Transformer Engine {version} is older than {LEAST}: {UPGRADE}"
     assert find_te() == (version, problem)
+    installed(None)
+    assert find_te() == (None, "")
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    "version", ["2.20", "2.20.0", "2.20.0.dev0+1a2b3c", "2.20rc1", "2.21.1", "2.100", "3.0.0"]
-)
-def test_a_te_that_can_be_imported_can_be_used(installed, import_ends, version):
+@pytest.mark.parametrize("version", ["2.20", "2.20.0.dev0+1a2b3c", "2.100", "3.0.0"])
+def test_a_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(
+    installed, import_ends, version
+):
     installed(version)
     calls = import_ends(0, stderr="UserWarning: something\n")
-    assert find_te() == (version, "")
-    assert len(calls) == 1
-
-
-def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(installed, import_ends):
-    installed("2.20.0")
-    calls = import_ends(0)
-    find_te()
-    find_te(timeout_s=7)
+    assert find_te() == find_te(timeout_s=7) == (version, "")
     for command, _ in calls:
         assert command[:3] == [sys.executable, "-P", "-c"]
         assert "import torch, transformer_engine.pytorch" in command[3]
@@ -526,16 +449,14 @@ def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(inst
 @pytest.mark.parametrize(
     ("code", "stderr", "error", "reason"),
     [
-        (1, TRACEBACK.format("ImportError: libcudnn.so.9"), None, "failed (ImportError: libcudnn"),
         (1, TRACEBACK.format("  OSError: indented\t"), None, "failed (OSError: indented)"),
         (1, "A\r\nB\r\n\r\n", None, "failed (B)"),
-        (3, "", None, "exit code 3"),
         (3, " \n\n", None, "exit code 3"),
         (1, "\x1b[31mImportError: \x07red\x1b[0m\n", None, "ImportError"),
-        (-6, "", None, "exit code -6"),
-        (-11, "", None, "exit code -11"),
+        (1, "ImportError: " + "x" * 10_000, None, "failed (ImportError: xxx"),
         (0, "", subprocess.TimeoutExpired("python", 180.0), "took more than 180 s"),
     ],
+    ids=["indented", "lines", "nothing", "colors", "long", "time"],
 )
 def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
     installed, import_ends, code, stderr, error, reason
@@ -548,17 +469,7 @@ def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
     assert reason in problem
     assert problem.endswith(f": {AGAIN.format('2.31')}")
     assert problem.isprintable()
-
-
-@pytest.mark.parametrize("length", [100, 200, 10_000])
-def test_a_long_reason_is_cut_and_the_remedy_is_not(installed, import_ends, length):
-    installed("2.20.0")
-    import_ends(1, "ImportError: " + "x" * length)
-    _, problem = find_te()
-    assert problem.startswith("importing Transformer Engine 2.20.0 failed (ImportError: xxx")
-    assert problem.endswith(f"): {AGAIN.format('2.20.0')}")
     assert len(problem) < 360
-    assert ("x...)" in problem) == (length > 100)
 
 
 GOOD = "def autocast(): ...\nclass Linear: ...\n"
@@ -568,9 +479,7 @@ BROKEN = {
         "raise ImportError('libcudnn.so.9: cannot open shared object file')",
         "failed (ImportError: libcudnn.so.9: cannot open shared object file)",
     ),
-    "no autocast": ("class Linear: ...", "autocast"),
     "no Linear": ("def autocast(): ...", "Linear"),
-    "abort": ("import os; os.abort()", "exit code -6"),
     "no text": (
         "import os; os.write(2, b'caf\\xe9'); os.write(1, b'\\xff'); raise ImportError('why')",
         "ImportError: why",
@@ -615,10 +524,10 @@ def test_a_real_te_is_imported_after_torch(fake_te, fake_torch):
     assert find_te() == ("2.20.0", "")
 
 
-@pytest.mark.parametrize("name", ["torch.py", "transformer_engine.py"])
-def test_files_of_the_working_directory_are_not_taken_for_te(fake_te, name):
+def test_files_of_the_working_directory_are_not_taken_for_te(fake_te):
     fake_te(GOOD)
-    Path(name).write_text("raise ImportError('this is the file beside the run')")
+    for name in ("torch.py", "transformer_engine.py"):
+        Path(name).write_text("raise ImportError('this is the file beside the run')")
     assert find_te() == ("2.20.0", "")
 
 
@@ -637,23 +546,23 @@ def test_the_least_versions_are_those_that_the_package_asks_for():
 @pytest.mark.parametrize("text", [XEON, GRAVITON], ids=["xeon", "graviton"])
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [
-        ("amx_bf16", True),
-        ("avx512_bf16 amx_tile", True),
-        ("bf16", True),
-        ("", False),
-        ("avx512vl amx_int8 amx_tile", False),
-        ("ebf16x not_bf16", False),
-    ],
+    [("avx512_bf16 amx_tile", True), ("bf16", True), ("", False), ("ebf16x not_bf16", False)],
 )
-def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(cpuinfo, text, flags, expected):
+def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(
+    cpuinfo, monkeypatch, text, flags, expected
+):
     cpuinfo(text.format(flags=flags))
     assert probe("cpu").cpu_bf16 is expected
+    for setting, by_setting in (("yes", True), ("no", False), ("", expected)):
+        monkeypatch.setenv("FP8STACK_CPU_BF16", setting)
+        assert probe("cpu").cpu_bf16 is by_setting
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "true")
+    with pytest.raises(UserError, match=r"FP8STACK_CPU_BF16 is 'true'\. Set it to yes or no"):
+        probe("cpu")
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [("amx_bf16 amx_int8", True), ("amx_int8 amx_fp16", False), ("avx512_bf16", False)],
+    ("flags", "expected"), [("amx_bf16 amx_int8", True), ("amx_int8 amx_fp16", False)]
 )
 def test_scaled_mm_is_slow_on_cpus_with_amx_that_have_no_fp8_gemm(
     cpuinfo, monkeypatch, flags, expected
@@ -666,75 +575,21 @@ def test_scaled_mm_is_slow_on_cpus_with_amx_that_have_no_fp8_gemm(
         assert probe("cpu").slow_scaled_mm is (setting == "yes")
 
 
-@pytest.mark.parametrize("flags", ["amx_bf16", ""])
-def test_the_environment_says_yes_or_no_in_place_of_the_flags(cpuinfo, monkeypatch, flags):
-    cpuinfo(XEON.format(flags=flags))
-    for setting, expected in (("yes", True), ("no", False), ("", bool(flags))):
-        monkeypatch.setenv("FP8STACK_CPU_BF16", setting)
-        assert probe("cpu").cpu_bf16 is expected
-    monkeypatch.setenv("FP8STACK_CPU_BF16", "true")
-    with pytest.raises(UserError, match=r"FP8STACK_CPU_BF16 is 'true'\. Set it to yes or no"):
-        probe("cpu")
-
-
-def test_the_cpus_name_is_read(cpuinfo):
-    cpuinfo(XEON.format(flags=""))
-    assert probe("cpu").name == "Intel(R) Xeon(R) Platinum 8480+"
-
-
-@pytest.mark.parametrize("text", [None, "", b"\xff\xfe\x00", "flags", "nothing : known\n"], ids=str)
-def test_a_machine_that_does_not_describe_its_cpu_is_still_a_value(cpuinfo, text):
+@pytest.mark.parametrize("text", [None, b"\xff\xfe\x00", "nothing : known\n", XEON], ids=str)
+def test_a_machine_that_does_not_describe_its_cpu_is_still_a_value(cpuinfo, monkeypatch, text):
     cpuinfo(text)
-    machine = probe("cpu")
-    assert (machine.device, machine.cpu_bf16) == ("cpu", False)
-    assert isinstance(machine.name, str)
+    assert (probe("cpu").name == "Intel(R) Xeon(R) Platinum 8480+") == (text == XEON)
 
-
-def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
     def refuse(name: str) -> int:
         raise ValueError("unrecognized configuration name")
 
     monkeypatch.setattr(os, "sysconf", refuse)
-    assert probe("cpu").memory_gib == 0.0
+    machine = probe("cpu")
+    assert (machine.device, machine.cpu_bf16, machine.memory_gib) == ("cpu", False, 0.0)
+    assert isinstance(machine.name, str)
 
 
 # Assumed machines
-
-
-@pytest.mark.parametrize(
-    ("text", "capability"),
-    [
-        ("6.0", (6, 0)),
-        ("9", (9, 0)),
-        ("7.5", (7, 5)),
-        ("8.9", (8, 9)),
-        ("9.0", (9, 0)),
-        ("12.1", (12, 1)),
-    ],
-)
-def test_an_assumed_gpu_has_current_software(text, capability):
-    machine = assumed(text)
-    assert (machine.device, machine.capability) == ("cuda", capability)
-    assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
-    assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
-    assert machine.torch_version == hardware.ASSUMED_TORCH
-    assert text in str(machine)
-    assert resolve("mxfp8", machine).native == (capability >= (10, 0))
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("9.0", "H200 or H100"),
-        ("8.9", "L40S"),
-        ("12.0", "RTX 5090"),
-        ("7.0", "V100"),
-        ("8.7", "GPU"),
-    ],
-)
-def test_an_assumed_gpu_is_a_usual_one_of_its_generation_and_says_which(text, name):
-    assert str(assumed(text)) == f"assumed {name} (compute capability {text})"
-    assert (find_gpu(assumed(text).name) is None) == (name == "GPU")
 
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -743,18 +598,14 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
 @pytest.mark.parametrize(
     ("capability", "built_for", "cuda", "runs"),
     [
-        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"], (12, 6), True),
         ((7, 0), CUDA_13, (13, 0), False),
         ((7, 2), ["sm_70"], (12, 6), True),
-        ((7, 5), CUDA_13, (13, 0), True),
         ((8, 9), CUDA_13, (13, 0), True),
         ((8, 0), ["sm_86"], (13, 0), False),
-        ((10, 3), CUDA_13, (13, 0), True),
         ((11, 0), CUDA_13, (13, 0), False),
         ((13, 0), CUDA_13, (13, 0), True),  # by PTX
         ((10, 0), ["sm_90", "sm_90a"], (12, 4), False),
         ((7, 0), [], (13, 0), False),
-        ((7, 0), [], (12, 6), True),
         ((7, 0), [], None, True),
     ],
 )
@@ -807,6 +658,20 @@ def test_an_assumed_machine_can_be_without_te_as_every_cpu_is(capability, cuda):
     assert (cpu.device, cpu.capability, cpu.cpu_bf16, cpu.has_te) == ("cpu", None, False, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("9.0", "H200 or H100"), ("12.0", "RTX 5090"), ("7.0", "V100"), ("8.7", "GPU")],
+)
+def test_an_assumed_gpu_is_a_usual_one_of_its_generation_with_current_software(text, name):
+    machine, capability = assumed(text), tuple(map(int, text.split(".")))
+    assert (machine.device, machine.capability) == ("cuda", capability)
+    assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
+    assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
+    assert machine.torch_version == hardware.ASSUMED_TORCH
+    assert str(machine) == f"assumed {name} (compute capability {text})"
+    assert (find_gpu(machine.name) is None) == (name == "GPU")
+
+
 def test_assuming_asks_nothing_of_this_machine(monkeypatch):
     def touched(*args: object) -> None:
         raise AssertionError("the machine was asked")
@@ -819,16 +684,7 @@ def test_assuming_asks_nothing_of_this_machine(monkeypatch):
     assert assumed("none") == assumed("none")
 
 
-# fmt: off
-NO_CAPABILITIES = [
-    "", " ", "10", "90", "x.y", "9.x", "9.0.1", ".", "9.", ".0", "-1.0", "9.-1", "+9.0", " 9.0",
-    "9.0 ", "9.0\n", "sm_90", "9,0", "None", "NONE", "cpu", "1e1.0", "9.²", "100.0", "9.100",
-    "9.0a", "8",
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("text", NO_CAPABILITIES, ids=repr)
+@pytest.mark.parametrize("text", ["", "90", "9.x", "9.0.1", "-1.0", " 9.0", "sm_90", "cpu", "9.²"])
 def test_what_is_no_compute_capability_is_refused_in_one_line(text):
     message = refusal(assumed, text)
     assert "is no compute capability" in message
@@ -838,28 +694,16 @@ def test_what_is_no_compute_capability_is_refused_in_one_line(text):
 # The value itself
 
 
-def test_a_cuda_device_has_a_capability():
-    with pytest.raises(ValueError, match="compute capability"):
-        Hardware("cuda")
-
-
-def test_a_cpu_has_no_capability():
-    assert "A CPU has no compute capability" in refusal(Hardware, capability=(9, 0))
-
-
-def test_hardware_is_never_mutated():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Hardware().has_te = True  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("machine", "text"),
     [
         (Hardware(), "CPU (without bf16 instructions)"),
         (Hardware("cpu", cpu_bf16=True, name="Zen 4"), "Zen 4 (with bf16 instructions)"),
         (Hardware("cuda", (9, 0)), "CUDA GPU (compute capability 9.0)"),
-        (Hardware("cuda", (12, 1), name="GB10"), "GB10 (compute capability 12.1)"),
     ],
 )
 def test_hardware_reads_as_its_name_and_what_decides_the_plan(machine, text):
     assert str(machine) == text
+    with pytest.raises(ValueError, match="compute capability"):
+        Hardware("cuda")
+    assert "A CPU has no compute capability" in refusal(Hardware, capability=(9, 0))

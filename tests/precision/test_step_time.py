@@ -33,7 +33,6 @@ from fp8stack.precision.step_time import (
     layer_ratio,
     rates_of,
     step_time,
-    verdict,
 )
 from fp8stack.training import memory_check
 
@@ -98,22 +97,6 @@ def test_the_rates_of_an_h100_are_the_measured_ones():
     for figure in ("2.60 TB/s", "748", "1,255", "1,202", "1.14 TB/s", "5.2 ms", "220 TFLOP/s"):
         assert figure in page
     assert rates_of(H100, head_width=64).attention == pytest.approx(220e12)
-
-
-def test_other_gpus_reach_the_same_shares_of_their_peaks():
-    rates = rates_of(H200)
-    assert rates.casts == rates_of(H100).casts  # the same multiprocessors
-    assert (rates.half, rates.fp8) == pytest.approx((748e12, rates_of(H100).fp8))
-    assert rates.memory == pytest.approx(2.60e12 * 4.8 / 3.35)
-    assert rates.fp4 == rates.fp8
-    assert rates_of(B200).fp4 == pytest.approx(2 * rates_of(B200).fp8)
-    assert rates_of(gpu_named("A100")).fp8 == rates_of(gpu_named("A100")).half
-    assert rates_of(H100, "tf32").half == pytest.approx(748e12 * 494 / 989)
-    assert rates_of(H100, "fp32").half == pytest.approx(748e12 * 67 / 989)
-    assert rates_of(H100, attention="fp8").attention == pytest.approx(400e12 * 1979 / 989)
-    for gpu in (B200, L4):
-        slow, fast = rates_of(gpu).casts
-        assert slow <= fast <= rates_of(gpu).memory
 
 
 # Work
@@ -227,24 +210,7 @@ def test_a_gemm_that_does_not_fill_a_gpu_gets_no_faster():
     assert layer_doubt(linear(features, features), Workload(tokens=tokens), [H100])
 
 
-def test_a_gemm_in_high_precision_takes_the_time_of_bf16():
-    layer = linear(4096, 4096)
-    plain = dataclasses.replace(layer, plain_gemms=("wgrad",))
-    work, rates = Workload(tokens=2**16), rates_of(H100)
-    gained = 2 * 2**16 * 4096**2 * (1 / rates.half - 1 / rates.fp8)
-    seconds = [_gpu_seconds([x], work, rates, INF)[0] for x in (layer, plain)]
-    rounded = 6 * 4096**2 / rates.memory  # its gradient is bf16
-    assert seconds[1] - seconds[0] == pytest.approx(gained + rounded, rel=1e-6)
-
-
 # A step
-
-
-def test_the_verdict_is_of_the_whole_range():
-    ranges = {(0.8, 0.99): "FP8 pays", (1.01, 1.2): "FP8 does not pay"}
-    ranges |= dict.fromkeys([(0.8, 1.2), (0.8, 0.996), (1.004, 1.2)], "too close to tell")
-    for (low, high), expected in ranges.items():
-        assert verdict(Range(low=low, high=high)) == expected
 
 
 def test_the_host_is_as_slow_as_its_linears_are_many():
@@ -290,34 +256,6 @@ def test_a_step_is_its_micro_batches_and_once_the_optimizer_and_the_casts_of_wei
     later_ms = 1000 * (one_pass + summed + shared)
     assert two.step_ms.low - single.step_ms.low == pytest.approx(later_ms, rel=1e-6)
     assert four.step_ms.low - two.step_ms.low == pytest.approx(2 * later_ms, rel=1e-6)
-
-
-def test_fsdp_shares_out_the_optimizer_and_checkpointing_takes_time():
-    config = load_config("llama-1b")
-    alone, shared, selective, block = (
-        timed(config, "delayed", 32768, **options).step_ms
-        for options in ({}, {"shards": 4}, {"recompute": "selective"}, {"recompute": "block"})
-    )
-    saved_ms = 1000 * 0.75 * 36 * config.parameters() / 2.60e12
-    assert alone.low - shared.low == pytest.approx(saved_ms / EFFICIENCY[1])
-    assert 1 < selective.low / alone.low < 1.1
-    assert 1.2 < block.low / alone.low < 1.4
-
-
-def test_attention_in_fp8_and_float32_take_the_time_of_their_own_units():
-    config = load_config("llama-1b", {"heads": 16})
-    plans = {
-        name: plan_for(
-            config,
-            load_recipe("delayed", {"attention": name}),
-            on("H100"),
-            work=workload(config, 16384),
-        )
-        for name in ("compute", "delayed", "fp32")
-    }
-    fp8, plain, fp32 = (plans[name].times[0] for name in ("delayed", "compute", "fp32"))
-    assert fp8.step_ms.low < plain.step_ms.low < fp32.step_ms.low
-    assert fp8.base_ms == plain.base_ms  # without FP8, attention is in bf16
 
 
 # One answer

@@ -15,40 +15,32 @@ from fp8stack.analysis.compare.intervals import (
     student_factor,
 )
 
-# Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, table 1.3.6.7.2, column 0.975.
-TABLE = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
-    10: 2.228, 20: 2.086, 30: 2.042, 60: 2.000, 100: 1.984,
-}  # fmt: skip
+# Two-sided 95 %, and 98 % for intervals to which pairs are added: NIST/SEMATECH e-Handbook of
+# Statistical Methods, table 1.3.6.7.2, columns 0.975 and 0.99.
+TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 20: 2.086, 60: 2.000, 100: 1.984}
 
 
-@pytest.mark.parametrize("freedom", TABLE)
-def test_a_mean_has_the_interval_that_the_tables_of_t_say(freedom):
-    samples = np.random.default_rng(0).normal(size=freedom + 1).tolist()
-    error = np.std(samples, ddof=1) / np.sqrt(freedom + 1)
-    assert standard_error(samples) == pytest.approx(error)
-    interval = mean_interval(samples)
-    assert interval.mean == pytest.approx(np.mean(samples))
-    assert interval.half_width is not None
-    assert interval.half_width == pytest.approx(TABLE[freedom] * error, rel=5e-4)
-    assert interval.contains_zero == (abs(interval.mean) <= interval.half_width)
-    assert mean_interval([2.0]) == Interval(mean=2.0, half_width=None, samples=1)
-    assert standard_error([2.0]) is None
-
-
-# Two-sided 98 %: the same table, column 0.99.
 TABLE_ADDING = {3: 4.541, 4: 3.747, 9: 2.821, 30: 2.457}
 
 
-@pytest.mark.parametrize("freedom", TABLE_ADDING)
-def test_an_interval_to_which_pairs_are_added_is_of_98_percent_from_the_fourth_on(freedom):
-    samples = np.random.default_rng(0).normal(size=freedom + 1).tolist()
-    interval = mean_interval(samples, adding=True)
-    error = np.std(samples, ddof=1) / np.sqrt(freedom + 1)
-    assert interval.half_width == pytest.approx(TABLE_ADDING[freedom] * error, rel=5e-4)
-    three = mean_interval(samples[:3], adding=True)
-    assert (three.half_width, three.deviation) == (None, pytest.approx(np.std(samples[:3], ddof=1)))
-    assert three.contains_zero
+@pytest.mark.parametrize("adding", [False, True])
+def test_a_mean_has_the_interval_that_the_tables_of_t_say(adding):
+    for freedom, factor in (TABLE_ADDING if adding else TABLE).items():
+        samples = np.random.default_rng(0).normal(size=freedom + 1).tolist()
+        error = np.std(samples, ddof=1) / np.sqrt(freedom + 1)
+        assert standard_error(samples) == pytest.approx(error)
+        interval = mean_interval(samples, adding=adding)
+        assert interval.mean == pytest.approx(np.mean(samples))
+        assert interval.half_width is not None
+        assert interval.half_width == pytest.approx(factor * error, rel=5e-4)
+        assert interval.contains_zero == (abs(interval.mean) <= interval.half_width)
+    assert mean_interval([2.0]) == Interval(mean=2.0, half_width=None, samples=1)
+    assert standard_error([2.0]) is None
+    if adding:  # from the fourth pair on
+        three = mean_interval(samples[:3], adding=True)
+        deviation = pytest.approx(np.std(samples[:3], ddof=1))
+        assert (three.half_width, three.deviation) == (None, deviation)
+        assert three.contains_zero
 
 
 def covered(gaps: np.ndarray, until: float) -> float:

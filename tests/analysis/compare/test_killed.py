@@ -127,15 +127,3 @@ def test_a_killed_comparison_leaves_no_process_and_the_same_command_goes_on(tmp_
     twin = ["pretrain", "--recipe", "fp32", "--out", "r", *RUN]
     assert run_ranks(twin, tmp_path, 1)[0].code == 0
     assert losses(run) == losses(tmp_path / "r")
-
-
-@pytest.mark.slow
-def test_two_comparisons_do_not_work_in_one_folder(tmp_path):
-    first = Child([*WORDS, "--steps", "100000"], tmp_path)
-    wait_until((tmp_path / "c" / "runs").exists)
-    second = run_ranks([*WORDS, "--steps", "100000"], tmp_path, 1)[0]
-    first.signal(signal.SIGTERM)
-    assert first.wait().code == 75
-    assert second.code == 2
-    message = f"Another process compares in {tmp_path / 'c'}. Wait for it or give another --out."
-    assert second.stderr == f"fp8stack: {message}\n"

@@ -112,6 +112,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, operands: str, **fault: Any) -> Fac
 
 
 @pytest.mark.parametrize("operands", ["wide", "positive", "ones"])
+@pytest.mark.full
 def test_products_of_tensor_cores_hold_and_broken_ones_do_not(
     operands: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -23,14 +22,6 @@ def test_values_and_codes_are_those_of_ml_dtypes(name):
             scaled = (x * factor).numpy()
             np.testing.assert_array_equal(oracles.encode(scaled, name), nearest_codes(scaled, name))
     np.testing.assert_array_equal(oracles.decode(np.arange(len(grid)), name), grid)
-
-
-def test_rounding_to_bfloat16_is_that_of_ml_dtypes():
-    x = fp32_values().numpy()
-    x = x[np.isfinite(x)]
-    with np.errstate(over="ignore"):
-        rounded = oracles.to_bf16(x)
-    np.testing.assert_array_equal(rounded, x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_random_rounding_is_that_of_a_table_of_thirds():

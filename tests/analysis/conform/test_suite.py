@@ -86,33 +86,13 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
     [
         (["--only", "nonsense"], "No check matches --only 'nonsense'. Groups: casts, quantizers, "),
         (["--device", "tpu"], "No device 'tpu'. Known: auto, cpu, cuda, xpu."),
-        (
-            ["--out", "missing/report.json"],
-            "--out missing/report.json is not a file in an existing folder",
-        ),
+        (["--out", "missing/r.json"], "--out missing/r.json is not a file in an existing folder"),
         (["--out", "."], "Give another."),
         (["--seed", "-1"], "--seed"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(flags, phrase, refused):
     refused(*CPU, *flags, message=phrase)
-
-
-@pytest.mark.parametrize("text", ["mine", "[1]", '{"checks": 3}', "[" * 100_000])
-def test_a_file_that_is_no_report_is_left_as_it_is(text, refused, tmp_path):
-    (tmp_path / "mine.json").write_text(text)
-    message = "--out mine.json exists and is no report of conform. Give another."
-    refused(*CPU, "--only", "layouts: scales 1x128", "--out", "mine.json", message=message)
-    assert (tmp_path / "mine.json").read_text() == text
-
-
-def test_a_report_is_written_over_and_so_is_an_empty_file(command, tmp_path):
-    file = tmp_path / "report.json"
-    file.touch()
-    for seed in (1, 2):
-        words = ["--only", "layouts: scales 1x128", "--seed", str(seed)]
-        assert command(*CPU, *words, "--out", "report.json") == 0
-        assert json.loads(file.read_text())["seed"] == seed
 
 
 def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():
@@ -160,3 +140,18 @@ def test_the_command_names_the_recipe_and_refuses_one_that_quantizes_nothing(
     refused("conform", "--recipe", "bf16", message="--recipe bf16 quantizes nothing")
     (tmp_path / "bad.toml").write_text(OWN.replace("e3m4", "e9m9"))
     refused("conform", "--recipe", "bad.toml", message="quantizer.format = 'e9m9': No format")
+
+
+@pytest.mark.parametrize("text", ["mine", '{"checks": 3}', "[" * 100_000])
+def test_a_file_that_is_no_report_is_left_as_it_is_and_a_report_is_written_over(
+    text, refused, command, tmp_path
+):
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    words = [*CPU, "--only", "layouts: scales 1x128", "--out", "mine.json"]
+    refused(*words, message="--out mine.json exists and is no report of conform. Give another.")
+    assert file.read_text() == text
+    file.write_text("")
+    for seed in (1, 2):
+        assert command(*words, "--seed", str(seed)) == 0
+        assert json.loads(file.read_text())["seed"] == seed

@@ -33,13 +33,6 @@ def test_layers_left_in_bf16_take_their_share_of_the_work():
 
 
 @pytest.mark.parametrize(
-    "more", [{"history_length": 16}, {"attention": "delayed", "residual": "bf16"}]
-)
-def test_amax_histories_attention_and_the_residual_stream_change_nothing(more):
-    assert severity("delayed", **more) == severity("delayed")
-
-
-@pytest.mark.parametrize(
     ("recipe", "more", "reason"),
     [
         ("mxfp8", {"head": True}, "no source quantizes the head"),

@@ -124,11 +124,6 @@ def test_a_bad_sample_has_a_finding_of_its_weight(analyzed, level, sentence, fig
     assert ("triangle" in picture.caption) == ("bits" in sentence)
 
 
-def test_the_worst_figures_have_their_place_alarming_or_not(analyzed):
-    extremes = analyzed(change=at(UP, {"sqnr_db": 22.4}, 60, 61)).extremes
-    assert ("lowest SQNR", "22.4 dB", UP, 60) in extremes
-
-
 @pytest.mark.parametrize(("last", "level"), [(False, "note"), (True, "warning")])
 def test_outliers_beyond_those_with_a_sentence_are_a_warning_if_one_is(analyzed, last, level):
     (warned,) = analyzed(change=outlier("blocks.2.mlp.up", "input", 120)).outliers
@@ -172,16 +167,6 @@ def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(analyzed, c
     assert not any("clipped" in finding.text for finding in result.findings)
 
 
-def test_layers_are_compared_with_those_of_their_format(analyzed):
-    def change(row):
-        last_block_in_fp4(row)
-        at("blocks.5.mlp.up, input", {"sqnr_db": 5.0, "amax": 2.0**20})(row)
-
-    (out,) = analyzed(400, 6, change=change).outliers
-    assert out.operand.name == "blocks.5.mlp.up, input"
-    assert out.values.keys() == {"sqnr_db", "amax"}
-
-
 @pytest.mark.parametrize("is_phase", [False, True])
 def test_another_recipe_of_a_later_phase_does_not_stand_out(analyzed, is_phase):
     def change(row):
@@ -193,18 +178,6 @@ def test_another_recipe_of_a_later_phase_does_not_stand_out(analyzed, is_phase):
     phase = {"step": 190, "event": "phase", "phase": "late", "why": "nvfp4 was asked for"}
     result = analyzed(400, 6, metrics=[*metric_rows(400), *[phase] * is_phase], change=change)
     assert any("from step 200 on" in text for text in texts(result, "warning")) is not is_phase
-
-
-def test_samples_that_are_taken_again_count_once(analyzed):
-    samples = operand_rows(4, [10, 20, 30])
-    samples += [
-        row | {"amax": 7.0} if "amax" in row else row for row in samples if row["step"] == 20
-    ]
-    telemetry = analyzed(telemetry=samples).run.telemetry
-    assert telemetry.model["step"] == 20
-    for operand in telemetry.operands:
-        assert operand.steps.tolist() == [10, 20]
-        assert operand.figures["amax"][-1] == 7.0
 
 
 # Events
@@ -241,8 +214,6 @@ def overflowing(steps: int) -> list[dict[str, Any]]:
         (ROWS[:70], "unfinished", "warning", []),
         (overflowing(3), "done", "note", ["3 steps were skipped because the gradient overflowed"]),
         (overflowing(30), "done", "warning", ["30 steps were skipped because the gradient"]),
-        ([{"step": 201, "event": "skip", "why": "a spike"}, *overflowing(3)], "done", "warning",
-         ["1 step was skipped (step 201): a spike."]),
         ([*ROWS, {"step": 200, "event": "clear_amax"}], "done", "warning", ["1 amax history was"]),
     ],
 )  # fmt: skip
@@ -290,16 +261,6 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     assert [session.ended for session in run.sessions] == [
         "stopped by a signal, and saved", "killed, or still running",
     ]  # fmt: skip
-
-
-def test_what_is_missing_or_too_large_is_noted(tmp_path):
-    run = make_run(tmp_path / "r", telemetry=[])
-    (run / "plan.json").unlink()
-    with (run / "run.toml").open("r+b") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
-    result = analyze(read_run(run))
-    assert texts(result, "note") == ["run.toml cannot be read.", "plan.json is missing."]
-    assert verdict(result) == "Nothing alarming: 2 notes."
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from tests.faults.bounded import bounded
 from tests.support.cases import case
 from tests.support.run_folders import make_run, metric_rows, operand_rows, write_lines
 
+pytestmark = pytest.mark.full
+
 EVIL = [
     "<script>alert(1)</script>",
     "\"><img src=x onerror='alert(1)'>",
@@ -67,7 +69,6 @@ def _poisoned(value: Any, evil: str, key: str = "") -> Any:
     ],
     ids=range(len(EVIL) + 2),
 )
-@pytest.mark.full
 def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_path, capsys):
     name = "".join(c for c in evil if c not in "/\0\ud800")
     run = make_run(tmp_path / f"r{name}", steps=40, blocks=1, every=20)

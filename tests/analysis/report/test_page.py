@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8stack.analysis.report import curves, page, text
+from fp8stack.analysis.report import page
 from fp8stack.analysis.report.analysis import analyze
-from fp8stack.analysis.report.drawing import legend_above, new_figure, style
 from fp8stack.analysis.report.run_record import read_run
 from fp8stack.analysis.report.telemetry import joined
 from fp8stack.training.metrics.loss_plot import view_range
@@ -156,33 +152,6 @@ def test_spikes_and_runs_that_diverged_do_not_set_the_axis():
     assert 5.0 < view_range([5.0, 2.0, 6.0, 1e9], [])[1] < 7.0
 
 
-def test_the_curves_of_a_single_step_are_dots(tmp_path):
-    runs = [read_run(make_run(tmp_path / name, steps=1)) for name in ("one", "other")]
-    for selected in (runs[:1], runs):
-        names = [run.name for run in selected]
-        pictures = [curves.loss(selected, names, "l"), curves.throughput(selected, names, "t")]
-        pictures.append(curves.rates(selected[0], "r"))
-        for picture in pictures:
-            assert picture is not None
-            drawn = [line for axes in picture.figure.axes for line in axes.lines]
-            assert drawn
-            assert all(line.get_marker() == "o" for line in drawn), picture.title
-
-
-def test_a_long_legend_leaves_the_plot_its_height():
-    heights = []
-    with style():
-        for count in (1, 14):
-            figure = new_figure(7.4, 2.9)
-            axes = figure.add_subplot()
-            for number in range(count):
-                axes.plot([0, 1], label=f"{number:02}{'-in-a-folder-with-a-long-name' * 4}")
-            legend_above(figure, axes)
-            figure.draw_without_rendering()
-            heights.append(axes.get_window_extent().height)
-    assert heights[1] > 0.9 * heights[0]
-
-
 def test_samples_that_are_joined_show_the_worst():
     values = np.full((2, 100), 30.0)
     values[1, 57] = 4.0
@@ -191,53 +160,6 @@ def test_samples_that_are_joined_show_the_worst():
     assert steps.tolist() == list(range(0, 100, 10))
     assert few[1].tolist() == [30.0] * 5 + [4.0] + [30.0] * 4
     assert few[0].tolist() == [30.0] * 10
-
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-FRAME = """<!DOCTYPE html>
-<iframe id="f" src="page.html" style="width:{width}px;height:900px;border:0">
-</iframe><script>onload = () => {{
-const frame = document.getElementById("f").contentWindow, root = frame.document.documentElement;
-const all = query => [...frame.document.querySelectorAll(query)];
-const boxes = query => all(query).map(e => e.getBoundingClientRect()).filter(box => box.height);
-document.body.innerHTML = "<p>" + JSON.stringify({{
-  scroll: root.scrollWidth, client: root.clientWidth,
-  cut: all(".attention .scroll").filter(e => e.scrollWidth > e.clientWidth).length,
-  captions: Math.max(...boxes("caption").map(box => box.right)),
-  labels: Math.min(...boxes(".wide svg text").map(box => Math.max(box.height, box.width))),
-  fetched: frame.performance.getEntriesByType("resource").filter(e => !e.name.startsWith("data:")),
-  shown: all("svg").filter(s => s.clientHeight > 100).length}}) + "</p>"}}</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium to look with")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
-    long = "blocks.1." + "very_long_name." * 8 + "up"
-
-    def change(row):
-        row |= {"layer": long} if row.get("layer") == "blocks.1.mlp.up" else {}
-
-    make_run(tmp_path / "a", change=change, what_if=["mxfp8", "current", "block"])
-    make_run(tmp_path / ("b" * 80), metrics=[*metric_rows(200), *EVENTS])
-    (tmp_path / "page.html").write_text(html_of(tmp_path / "a", tmp_path / ("b" * 80)))
-    (tmp_path / "frame.html").write_text(FRAME.format(width=width))
-    done = subprocess.run(
-        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-         "--dump-dom", "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}",
-         "--window-size=1400,1000", "--virtual-time-budget=5000",
-         (tmp_path / "frame.html").as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    match = re.search(r"<p>(\{.*?\})</p>", done.stdout)
-    assert match, done.stderr[-2000:]
-    measured = json.loads(match[1].replace("&quot;", '"'))
-    assert (measured["client"], measured["cut"], measured["fetched"]) == (width, 0, [])
-    assert max(measured["scroll"], measured["captions"]) <= width
-    assert measured["labels"] >= 7  # pixels: of a heat map, to be read
-    assert measured["shown"] == 2 + 2 * 7
 
 
 # The commands
@@ -283,18 +205,15 @@ def test_several_runs_share_a_page_beside_them_which_is_written_over(tmp_path, c
 
 
 WRONG = {
-    "no such run": (["none"], "No run in 'none'"),
     "no run": (["empty"], "No run in 'empty'"),
     "a file": (["file"], "No run in 'file'"),
     "a folder as page": (["runs/a", "--out", "empty"], "--out empty is a folder"),
     "below a file": (["runs/a", "--out", "file/x.html"], "file is a file"),
-    "something else": (["runs/a", "--out", "file"], "file exists and is no report of fp8stack"),
     "a pipe": (["runs/a", "--out", "pipe"], "pipe exists and is no report of fp8stack"),
     "its metrics": (["runs/a", "--out", "runs/a/metrics.jsonl"], "is no report of fp8stack"),
     "a link": (["runs/a", "--out", "link.html"], "link_files is a symbolic link"),
     "plots' place": (["runs/a", "--out", "taken.html"], "taken_files is a file"),
     "apart": (["runs/a", "far/b"], "different folders. Say by --out"),
-    "nothing": ([], "Missing argument"),
 }
 
 
@@ -348,9 +267,3 @@ def test_show_prints_the_essentials_without_empty_columns_and_writes_nothing(
     heads = [line.split() for line in lines if line.startswith("steps ")]
     assert heads[-1] == ["steps", "event", "why"]
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_terminal_draws_lines_and_bad_samples_dark():
-    assert text.shades(np.array([31.0, 25.0, 20.0, 17.0, 5.0, np.nan, -3.0])) == "·░▒▓█ █"
-    assert text.sparkline([0.0, 1.0, 0.5], 10) == "▁█▅"
-    assert text.sparkline([2.0] * 50, 4) == "▁▁▁▁"
