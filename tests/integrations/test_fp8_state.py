@@ -22,8 +22,6 @@ from fp8stack.integrations import FP8State
 from tests.integrations.loops import RECIPES, adamw, gpt2, train
 from tests.support.backend_models import same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -20,10 +20,7 @@ from tests.integrations.loops import RECIPES, adamw, converted, gpt2, tokens
 from tests.support.backend_models import same
 from tests.support.expert_loops import experts_of
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # few workers, no logger
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few workers, no logger
 
 
 class Lit(pl.LightningModule):

@@ -17,8 +17,6 @@ from fp8stack import fp8_state, load_fp8_state
 from tests.integrations.loops import CONTEXT, RECIPES, adamw, converted, gpt2, tokens, train
 from tests.support.backend_models import same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def imported(name: str) -> Any:
     try:

@@ -15,8 +15,6 @@ import fp8stack
 from tests.integrations.loops import tokens
 from tests.support.backend_models import same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH, HEADS, CONTEXT, VOCABULARY = 32, 2, 16, 64
 
 

@@ -15,8 +15,6 @@ from fp8stack.integrations.transformers import FP8StateCallback
 from tests.integrations.loops import RECIPES, gpt2, tokens
 from tests.support.backend_models import same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def trainer_of(folder: Path, recipe: str, *, callbacks: Any = None, **options: Any) -> Any:
     """A Trainer of six steps of two micro-batches, which saves after three."""

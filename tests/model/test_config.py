@@ -16,8 +16,6 @@ from fp8stack.precision import Hardware, Plan, assumed, load_recipe
 from tests.conftest import refusal
 from tests.support.backend_models import grad
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = Hardware("cpu", cpu_bf16=True)
 ODD = partial(GPTConfig, vocabulary=61, context=32, layers=1, width=64, heads=4)
 RUNS = [  # with, and without, the head in FP8

@@ -17,9 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from fp8stack import (
     Hardware,
@@ -29,7 +26,6 @@ from fp8stack import (
     load_recipe,
     resolve,
 )
-from fp8stack.layers import torch as torch_backend
 from fp8stack.precision import Plan
 from tests.support.backend_models import (
     CPU,
@@ -43,17 +39,11 @@ from tests.support.backend_models import (
     same,
     scales,
 )
-from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, oracle
 from tests.support.gemm_oracle import normal as columns
 
 TURING, AMPERE, HOPPER = (Hardware("cuda", c) for c in ((7, 5), (8, 0), (9, 0)))
 RUNS = [*((r, "emulate") for r in RECIPES), *((r, "torch") for r in PER_TENSOR)]
-
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
 
 
 def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **options):
@@ -63,6 +53,8 @@ def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **opti
 
 def gpt2(layers=2, **options):
     """Conv1D linears and a head that is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config: dict[str, Any] = {"vocab_size": 256, "n_positions": 32, "n_layer": layers}
     config |= {"bos_token_id": 0, "eos_token_id": 0, "n_head": 2, "n_embd": 32} | options
@@ -71,13 +63,12 @@ def gpt2(layers=2, **options):
 
 
 def llama(layers=2):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=32, num_hidden_layers=layers, intermediate_size=64,
-            num_attention_heads=2, num_key_value_heads=1,
-        )
-    )  # fmt: skip
+    config: dict[str, Any] = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": layers}
+    config |= {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**config))
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}
@@ -191,18 +182,8 @@ def relative(tensor: Tensor, reference: Tensor) -> float:
 # A converted model is the same model
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_in_fp32_nothing_changes_not_a_bit(make):
-    model, plain = convert(make(), plan("fp32")), make()
-    assert replaced(model) == []
-    assert torch.equal(model(batch(0)).logits, plain(batch(0)).logits)
-    assert train(model, range(2)) == train(plain, range(2))
-    assert same(gradients(model), gradients(plain))
-    assert fp8_state(model) == {}
-
-
 @pytest.mark.parametrize(
-    ("recipe", "backend"), [("delayed", "emulate"), ("current", "torch"), ("bf16", "auto")]
+    ("recipe", "backend"), [("delayed", "emulate"), ("bf16", "auto"), ("fp32", "auto")]
 )
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_names_shapes_and_values_of_the_state_dict_do_not_change(make, recipe, backend):
@@ -214,6 +195,10 @@ def test_names_shapes_and_values_of_the_state_dict_do_not_change(make, recipe, b
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameters[name] for name in parameters)
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    if recipe == "fp32":
+        assert replaced(model) == []
+        assert train(model, range(2)) == train(plain, range(2))
+        assert same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -230,9 +215,8 @@ def test_the_linears_of_blocks_run_in_fp8_and_the_head_does_not(backend, hardwar
     assert chosen.layers == ()  # a plan serves several models
 
 
-@pytest.mark.parametrize("head", [False, True])
-def test_ties_stay_ties_also_after_a_step(head):
-    model = convert(gpt2(), plan(head=head))
+def test_ties_stay_ties_also_after_a_step():
+    model = convert(gpt2(), plan(head=True))
     before = model.lm_head.weight.detach().clone()
     train(model, range(2))
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -266,37 +250,16 @@ def test_state_dicts_load_both_ways(assign):
     assert torch.equal(back(batch(1)).logits, plain(batch(1)).logits)
 
 
-# It learns
-
-
-@functools.cache
-def losses(make, recipe, backend) -> float:
-    """The mean of the last 20 losses of 100 steps."""
-    model = convert(make(layers=1), plan(recipe, backend))
-    return sum(train(model, range(100), rows=16)[-20:]) / 20
-
-
-@pytest.mark.parametrize(
-    ("make", "recipe", "backend"),
-    [
-        case(gpt2, "delayed", "emulate", quick=False),
-        case(gpt2, "mxfp8", "emulate", quick=False),
-        case(llama, "delayed", "torch", quick=True),
-    ],
-)
-def test_losses_stay_within_one_percent_of_fp32(make, recipe, backend):
-    loss, expected = losses(make, recipe, backend), losses(make, "fp32", "auto")
-    assert expected < 3.2  # it began at 5.5
-    assert loss == pytest.approx(expected, rel=0.01)
-    assert loss != expected
-
-
 # The numbers of one linear
 
 
 def one_linear(kind, inputs, outputs, bias=True):
     """A model of one linear, called "linear"."""
-    layer = Conv1D(outputs, inputs) if kind == "conv1d" else nn.Linear(inputs, outputs, bias)
+    layer = nn.Linear(inputs, outputs, bias)
+    if kind == "conv1d":
+        from transformers.pytorch_utils import Conv1D
+
+        layer = Conv1D(outputs, inputs)
     with torch.no_grad():
         layer.weight.copy_(columns(*layer.weight.shape, seed=1))
         if layer.bias is not None:
@@ -348,8 +311,7 @@ def test_every_micro_batch_records_every_operand_and_each_weight_once_a_step(nam
     assert all(value != 1.0 and math.isfinite(value) for value in scales(model).values())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
+@pytest.mark.parametrize(("backend", "reentrant"), [("emulate", True), ("torch", False)])
 def test_the_checkpointing_of_transformers_changes_nothing(backend, reentrant):
     plain, frugal = (convert(gpt2(), plan("delayed", backend)) for _ in range(2))
     frugal.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -361,22 +323,19 @@ def test_the_checkpointing_of_transformers_changes_nothing(backend, reentrant):
     assert filled(frugal, "transformer.h.0.mlp.c_fc")[0] == 3
 
 
-@pytest.mark.parametrize("use", ["generate", "evaluate"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_generation_and_evaluation_in_between_change_no_state(make, use):
+def test_generation_and_evaluation_in_between_change_no_state(make):
     model, twin = convert(make(), plan()), convert(make(), plan())
     optimizers = [adamw(model), adamw(twin)]
     for step in range(2):
         assert train(model, [step], optimizers[0]) == train(twin, [step], optimizers[1])
         before = fp8_state(model)
-        if use == "generate":  # in train mode, as it is called from a training loop
-            rows = model.generate(batch(0, rows=1)[:, :5], max_new_tokens=4, do_sample=False)
-            assert rows.shape[0] == 1
-        else:
-            model.eval()
-            with torch.no_grad():
-                loss_of(model, 9)
-            model.train()
+        # In train mode, as it is called from a training loop.
+        model.generate(batch(0, rows=1)[:, :5], max_new_tokens=4, do_sample=False)
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 9)
+        model.train()
         assert same(before, fp8_state(model))
     assert same(fp8_state(model), fp8_state(twin))
 
@@ -442,29 +401,6 @@ def test_a_frozen_part_of_a_model_gets_scales(frozen_by):
         assert relative(model.body(x), plain.body(x)) < 0.1
 
 
-def test_reentrant_checkpointing_of_a_layer_that_is_used_twice_changes_nothing():
-    class Twice(nn.Module):
-        def __init__(self, frugal) -> None:
-            super().__init__()
-            self.block, self.frugal = MLP(), frugal
-
-        def forward(self, x):
-            for _ in range(2):
-                x = x + (
-                    checkpoint(self.block, x, use_reentrant=True) if self.frugal else self.block(x)
-                )
-            return x
-
-    plain, frugal = convert(Twice(False), plan()), convert(Twice(True), plan())
-    frugal.load_state_dict(plain.state_dict())
-    for model in (plain, frugal):
-        for step in range(2):
-            model.zero_grad()
-            model(normal(8, 32, seed=step).requires_grad_()).pow(2).sum().backward()
-    assert same(gradients(plain), gradients(frugal))
-    assert same(fp8_state(plain), fp8_state(frugal))
-
-
 # Dtypes
 
 
@@ -488,40 +424,16 @@ def test_autocast_rounds_the_output_and_nothing_inside(recipe, backend, dtype):
     assert same(fp8_state(model), fp8_state(twin))
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("way", ["autocast", "bfloat16 before", "half after", "double after"])
-def test_whole_models_train_in_another_dtype_and_under_autocast(way, make):
-    plain, model = make(), make()
-    dtype, _, when = way.partition(" ")
-    for trained in (plain, model):
-        if when == "before":
-            getattr(trained, dtype)()
-        if trained is model:
-            convert(model, plan())
-        if when == "after":
-            getattr(trained, dtype)()
-    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        output, expected = (
-            trained(input_ids=batch(0), labels=batch(0)) for trained in (model, plain)
-        )
-    assert output.logits.dtype == expected.logits.dtype
-    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
-    output.loss.backward()
-    assert {p.grad.dtype for p in model.parameters()} == {model.dtype}
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-    assert filled(model, IN_FP8[make.__name__][0])[1:] == [1, 1]
-    with torch.autocast("cpu", torch.bfloat16):  # which does not touch float64
-        x = normal(8, 32).double()
-        assert convert(MLP().double(), plan())(x).dtype == torch.float64
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     ("recipe", "backend", "kind"),
     [*((*run, "linear") for run in RUNS), ("current", "emulate", "conv1d")],
 )
 def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend, dtype):
-    model = convert(one_linear(kind, 32, 64), plan(recipe, backend)).to(dtype)
+    linear = one_linear(kind, 32, 64)
+    if kind == "conv1d":
+        linear.to(dtype)  # before it is converted
+    model = convert(linear, plan(recipe, backend)).to(dtype)
     twin = convert(one_linear(kind, 32, 64), plan(recipe, backend))
     twin.load_state_dict(model.state_dict())
     x, dy = normal(8, 32).to(dtype).requires_grad_(), normal(8, 64, seed=1).to(dtype)
@@ -559,9 +471,8 @@ def test_compiled_code_computes_what_the_eager_model_does(compiles_all):
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("delayed", "emulate"), ("block", "emulate"), ("delayed", "torch"), ("current", "torch"),
-     ("fp32", "auto"), ("bf16", "auto")],
-)  # fmt: skip
+    [("delayed", "emulate"), ("block", "emulate"), ("delayed", "torch"), ("bf16", "auto")],
+)
 def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, backend, tmp_path):
     model, twin = (convert(gpt2(), plan(recipe, backend)) for _ in range(2))
     for trained in (model, twin):
@@ -621,6 +532,8 @@ def test_attention_of_torch_keeps_the_linear_that_it_never_calls():
 
 
 def test_a_subclass_of_conv1d_is_converted_if_it_inherits_forward():
+    from transformers.pytorch_utils import Conv1D
+
     class Named(Conv1D):
         pass
 
@@ -642,19 +555,15 @@ def test_a_subclass_of_conv1d_is_converted_if_it_inherits_forward():
         (gpt2, {}, ["*.attn.*", "transformer.h.1.mlp.c_fc"],
          [n for n in IN_FP8["gpt2"] if "attn" not in n and "1.mlp.c_fc" not in n],
          {"transformer.h.0.attn.c_attn": "excluded by the pattern '*.attn.*'"}),
-        (MLP, {}, "*up", ["down"], {}),
         (llama, {"exclude": ("*.mlp.*",)}, (), [n for n in IN_FP8["llama"] if "mlp" not in n],
          {"model.layers.0.mlp.up_proj": "excluded by the pattern '*.mlp.*'"}),
         (lambda: gpt2(layers=4), {"exclude_first_blocks": 1, "exclude_last_blocks": 2}, (),
          [n for n in IN_FP8["gpt2"] if ".1." in n],
          {"transformer.h.0.mlp.c_fc": "in the first 1 block",
           "transformer.h.3.mlp.c_fc": "in the last 2 blocks"}),
-        (lambda: llama(layers=4), {"exclude_first_blocks": 1, "exclude_last_blocks": 2}, (),
-         [n for n in IN_FP8["llama"] if ".1." in n], {}),
         (Blocks, {"exclude_last_blocks": 1}, ["blocks.2.*"],  # blocks left out count as well
          [f"blocks.{i}.{linear}" for i in (0, 1) for linear in ("up", "down")], {}),
-        (lambda: shared_linear(), {}, ["b.0"], ["b.1.up", "b.1.down"], {}),
-        (lambda: shared_linear(), {}, (), ["a.0", "b.1.up", "b.1.down"], {}),
+        (lambda: nn.Sequential(*[nn.Linear(32, 32)] * 2, MLP()), {}, "*up", ["0", "2.down"], {}),
     ],
 )  # fmt: skip
 def test_what_is_excluded_stays_as_it_is_and_says_why(make, options, exclude, quantized, reasons):
@@ -666,13 +575,6 @@ def test_what_is_excluded_stays_as_it_is_and_says_why(make, options, exclude, qu
         assert reason(model, name) == f"unchanged, {expected}"
         layer, before = model.get_submodule(name), plain.get_submodule(name)
         assert type(layer) is type(before)
-
-
-def shared_linear():
-    """A linear in three places under two names; the first name counts."""
-    shared = nn.Linear(32, 32)
-    b = nn.Sequential(shared, MLP(), shared)
-    return nn.ModuleDict({"a": nn.Sequential(shared), "b": b})
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
@@ -689,11 +591,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
 @pytest.mark.parametrize(
     ("key", "setting", "usual", "hardware", "backend"),
     [
-        ("attention", "fp32", "compute", CPU, "emulate"),
-        *(
-            ("attention", kind, "compute", Hardware("cuda", (10, 0), has_te=True), "te")
-            for kind in ("mxfp8", "current", "delayed")
-        ),
+        ("attention", "current", "compute", Hardware("cuda", (10, 0), has_te=True), "te"),
         ("residual", "bf16", "fp32", CPU, "emulate"),
     ],
 )
@@ -742,32 +640,7 @@ def test_a_gpu_without_bf16_leaves_the_model_as_it_is_and_says_how_fp16_is_had(r
     assert train(model, range(2)) == train(plain, range(2))
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_adapters_train_beside_frozen_weights(backend):
-    class Adapter(nn.Module):
-        def __init__(self, base) -> None:
-            super().__init__()
-            self.base, self.a, self.b = base, nn.Linear(32, 4), nn.Linear(4, 96)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x))
-
-    model = gpt2().requires_grad_(False)
-    for block in model.transformer.h:
-        block.attn.c_attn = Adapter(block.attn.c_attn)
-    convert(model, plan("delayed", backend))
-    narrow = "transformer.h.0.attn.c_attn.a"
-    assert (narrow in in_fp8(model)) == (backend == "emulate")
-    assert "transformer.h.0.attn.c_attn.base" in in_fp8(model)
-    frozen = values(model)
-    train(model, range(2))
-    moved = [
-        name for name, value in model.state_dict().items() if not torch.equal(value, frozen[name])
-    ]
-    assert all(".a." in name or ".b." in name for name in moved)
-    assert len(moved) == 8
-
-
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_computed_weights_are_left_alone():
     def linear():
         return nn.Linear(32, 32)
@@ -775,38 +648,30 @@ def test_computed_weights_are_left_alone():
     model = nn.Sequential(
         nn.utils.weight_norm(linear()),
         parametrizations.weight_norm(linear()),
-        nn.utils.spectral_norm(linear()),
         prune.random_unstructured(linear(), "weight", 0.5),
         prune.random_unstructured(linear(), "bias", 0.5),
         linear(),
     )
     names = list(model.state_dict())
     convert(model, plan())
-    assert replaced(model) == ["5"]
+    assert replaced(model) == ["4"]
     computed = "unchanged, its weight is computed and no parameter"
-    assert [reason(model, str(i)) for i in range(4)] == [computed] * 4
-    assert reason(model, "4") == computed.replace("weight", "bias")
+    assert [reason(model, str(i)) for i in range(3)] == [computed] * 3
+    assert reason(model, "3") == computed.replace("weight", "bias")
     model(normal(8, 32)).sum().backward()
     assert list(model.state_dict()) == names
-    assert model[4].bias_orig.grad is not None
+    assert model[3].bias_orig.grad is not None
 
 
-def test_a_lazy_linear_is_left_alone_until_it_knows_its_size():
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_lazy_linear_and_one_without_elements_are_left_alone():
     model = convert(nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32)), plan())
     assert reason(model, "0") == "unchanged, it has no size before its first pass"
     model(normal(8, 20)).sum().backward()
     assert replaced(model) == ["1"]
-    grown = nn.Sequential(nn.LazyLinear(32))
-    grown(normal(8, 20))
-    assert replaced(convert(grown, plan())) == ["0"]
-
-
-@pytest.mark.parametrize("size", [(0, 32), (32, 0)])
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_a_linear_without_elements_is_left_alone(size):
-    model = convert(nn.Sequential(nn.Linear(*size), nn.Linear(32, 32)), plan())
+    model = convert(nn.Sequential(nn.Linear(0, 32), nn.Linear(32, 32)), plan())
     assert reason(model, "0") == "unchanged, its weight has no elements"
-    assert model[0](torch.zeros(8, size[0])).shape == (8, size[1])
+    assert model(torch.zeros(8, 0)).shape == (8, 32)
 
 
 def test_a_model_without_linears_has_nothing_to_convert():
@@ -877,14 +742,6 @@ def test_what_a_user_changed_in_a_linear_is_not_lost(monkeypatch):
     assert filled(model, "up")[0] == 2  # in a pass of a model that trains, all record
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor")
-def test_a_second_derivative_is_a_clear_error():
-    x = normal(8, 32).requires_grad_()
-    (gradient,) = torch.autograd.grad(convert(MLP(), plan())(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.pow(2).sum().backward()
-
-
 # The report
 
 
@@ -925,20 +782,3 @@ def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
         "the most of them in experts [64, 4, 8], matrices in one tensor, as experts are"
     )
     assert many.reasons[-1] in " ".join(many.summary())
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_micro_batches_share_the_quantized_weights_of_a_converted_model(recipe, monkeypatch):
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    convert(model, resolve(recipe, CPU, "torch"))
-    casts, copies = [], torch_backend.scaled_copies
-
-    def counted(x: Any, operand: Any, *arguments: Any) -> Any:
-        casts.append(operand.name)
-        return copies(x, operand, *arguments)
-
-    monkeypatch.setattr(torch_backend, "scaled_copies", counted)
-    for _ in range(3):
-        model(torch.ones(32, 64)).sum().backward()
-    assert casts.count("input") == 6
-    assert casts.count("weight") == 2

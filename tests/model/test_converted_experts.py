@@ -28,11 +28,6 @@ from tests.support.cases import case
 from tests.support.expert_loops import CLASSES, EXPERTS, INNER, WIDTH, Model, experts_of, pair
 from tests.support.te.te_stand_in import installed
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
 RECIPES = [name for name, recipe in SHIPPED.items() if recipe.is_fp8]
 NAMES = ["experts.gate_up_proj", "experts.down_proj"]
 

@@ -41,8 +41,6 @@ MODERN: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def backend_for(config: GPTConfig, recipe: str, **options: object) -> Backend:
     plan = resolve(load_recipe(recipe, options), CPU)

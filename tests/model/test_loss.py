@@ -32,8 +32,6 @@ PLAIN = [(dtype, "reference", dtype) for dtype in DTYPES]
 FP8 = [("current", "emulate", "fp32"), ("mxfp8", "emulate", "bf16"), ("delayed", "torch", "bf16")]
 BY_NAME = {"-".join(kind): kind for kind in [*PLAIN, *FP8]}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def chunked(monkeypatch) -> None:

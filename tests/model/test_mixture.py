@@ -19,8 +19,6 @@ from tests.support.backend_models import CPU, adam, grad, gradients, machine
 from tests.support.cases import case
 from tests.support.te.te_stand_in import installed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MIXTURE: dict[str, Any] = {"count": 4, "per_token": 2, "width": 32}
 TINY: dict[str, Any] = {
     "vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 2, "norm": "rmsnorm",

@@ -48,8 +48,6 @@ from tests.model.test_gpt import (
 from tests.support.cases import case
 from tests.support.data_writers import write_llmc, write_megatron
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPES = {"gpt2": {}, "llama": MODERN | {"kv_heads": 2}, "qwen3": MODERN | {"qk_norm": True}}
 GREEDY = Sampling(temperature=0)
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé ☃ too.\n" * 80

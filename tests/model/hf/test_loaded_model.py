@@ -14,8 +14,6 @@ from fp8stack import GPTConfig
 from tests.support.hf_models import export_to, loaded, logits, random_model, tokens
 from tests.support.quantized_folders import MODELS, write_quantized
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SENTENCES = {
     "deepseek": "FP8 with a float32 scale per block of 128 x 128 (weight_scale_inv), nearest "
     "--recipe block --set recipe.quantizer.scale=float32",

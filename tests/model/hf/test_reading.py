@@ -41,8 +41,6 @@ from tests.support.hf_models import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = {
     "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,

@@ -28,8 +28,6 @@ from tests.support.cases import case
 from tests.support.hf_models import config_json, loaded, logits, require_same_logits, tokens
 from tests.support.quantized_folders import FOLDERS, write_quantized
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def in_transformers(source: Trained) -> dict[str, torch.Tensor]:
     """The weights that were read, under transformers' names."""

@@ -25,8 +25,6 @@ from fp8stack.trained.evaluate.evaluated_run import EvaluatedRun
 from tests.conftest import refusal
 from tests.trained.evaluate.test_scores import trained, windows_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LINEARS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 ONE_BATCH = 9  # windows: in one batch, as the oracle's, the logits are the same to the bit
 UP = "blocks.0.mlp.up"

@@ -30,8 +30,6 @@ from tests.conftest import exit_code, metrics, refusal
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.study_recipes import NO_HADAMARD
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEXT = "".join(f"line {i}: Größe {i * i % 97}, ☃ {i % 7}\n" for i in range(300))
 SMALL = {"layers": 1, "width": 32, "heads": 2}
 

@@ -23,8 +23,6 @@ from tests.conftest import refusal
 from tests.trained.evaluate.test_agreement import UP, agree
 from tests.trained.evaluate.test_scores import trained
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = {"layers": 2, "width": 128, "heads": 2, "mlp_width": 128}
 WEIGHTS = "model.safetensors"
 SCALE = "model.layers.1.mlp.down_proj.input_scale"

@@ -40,8 +40,6 @@ from tests.support.hf_models import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MIXTURE: dict[str, Any] = {"activation": "swiglu", "qk_norm": "width", "experts": EXPERTS}
 TEXT = "def f(x):\n    return 'é…'\n"
 

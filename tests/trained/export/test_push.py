@@ -22,8 +22,6 @@ from tests.conftest import TINY, exit_code
 from tests.support.hf_models import loaded, require_same_logits, weights_of
 from tests.support.hub_stand_in import TOKEN, Hub
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:

@@ -37,8 +37,6 @@ from tests.support.hf_models import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = Hardware("cpu")
 WIDE = ROPE | {"width": 256, "heads": 2, "mlp_width": 384}
 QWEN3 = GPTConfig(**(WIDE | {"activation": "swiglu", "qk_norm": True}))

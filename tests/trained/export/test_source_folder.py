@@ -22,8 +22,6 @@ from tests.support.hf_models import SHAPES, export_to, loaded, random_model, req
 from tests.support.hub_stand_in import Hub
 from tests.support.quantized_folders import FOLDERS, write_quantized
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FP8 = ("--format", "fp8", "--out", "x")
 TRAIN = [
     "--steps", "2", "--batch", "2", "--context", "32", "--save-every", "1", "--recipe", "current",
