@@ -267,6 +267,7 @@ def of_ranks() -> list[dict[str, Any]]:
     return in_ranks(converted_ranks.all_of, 2)
 
 
+@pytest.mark.full
 def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(of_ranks):
     for results in of_ranks:
         for wrapper, losses in zip(converted_ranks.WRAPS, results["fsdp"], strict=True):
@@ -274,6 +275,7 @@ def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(of_ranks):
             assert len(set(losses[:6])) == 6
 
 
+@pytest.mark.full
 def test_ranks_with_other_layers_or_parts_of_weights_are_refused_instead_of_waiting(of_ranks):
     for results in of_ranks:
         assert "have different layers, as in pipeline parallelism" in results["stages"]
