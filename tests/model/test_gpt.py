@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, get_args
@@ -14,14 +15,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from fp8stack.common import presets
 from fp8stack.layers import Backend, build_backend
@@ -34,8 +27,7 @@ from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
 
 CPU = Hardware("cpu")
-FP8_RECIPES = ["delayed", "current", "block", "mxfp8"]
-RECIPES = ["fp32", "bf16", "fp16", *FP8_RECIPES]
+RECIPES = ["fp32", "bf16", "fp16", "delayed", "block", "mxfp8"]
 TINY = {"vocabulary": 61, "context": 16, "layers": 2, "width": 32, "heads": 4}
 MODERN: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
@@ -73,6 +65,8 @@ def from_theirs(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> dict[str
 
 
 def gpt2(**shape: object):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",  # type: ignore[call-arg]
@@ -80,9 +74,11 @@ def gpt2(**shape: object):
     return GPT2LMHeadModel(config)
 
 
-def llama(kind=(LlamaConfig, LlamaForCausalLM), **shape):
+def llama(kind: str = "Llama", **shape):
     """The twin of `GPTConfig(**TINY | MODERN | shape)`."""
-    config = kind[0](
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=61, max_position_embeddings=16, hidden_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=shape.get("kv_heads") or 4, head_dim=8,
         intermediate_size=shape.get("mlp_width", 128), rms_norm_eps=shape.get("norm_eps", 1e-5),
@@ -90,19 +86,18 @@ def llama(kind=(LlamaConfig, LlamaForCausalLM), **shape):
         tie_word_embeddings=shape.get("tied", True), attention_bias=shape.get("bias", False),
         mlp_bias=shape.get("bias", False), attn_implementation="eager",
     )  # fmt: skip
-    return kind[1](config)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def qwen3(**shape):
-    return llama((Qwen3Config, Qwen3ForCausalLM), **shape)
+    return llama("Qwen3", **shape)
 
 
 TWINS = {
     "gpt2": (gpt2, {}),
     "llama-tied": (llama, {"kv_heads": 2, "mlp_width": 40}),
     "llama-untied": (llama, {"kv_heads": 1, "tied": False, "rope_theta": 500.0}),
-    "llama-all-heads": (llama, {"norm_eps": 0.1}),
-    "llama-biases": (llama, {"kv_heads": 2, "bias": True}),
+    "llama-biases": (llama, {"norm_eps": 0.1, "bias": True}),
     "qwen3": (qwen3, {"kv_heads": 2, "qk_norm": True, "tied": False}),
 }
 
@@ -151,12 +146,13 @@ def test_a_preset_has_its_published_parameter_count(name, count):
     assert config.parameters() == sum(p.numel() for p in model.parameters()) == count
 
 
-def test_parameters_counts_every_combination_of_options():
+def test_parameters_counts_combinations_of_options():
     options: dict[str, list] = {key: [False, True] for key in ("qk_norm", "bias", "tied")}
     options |= {"norm": ["layernorm", "rmsnorm"], "activation": ["gelu", "swiglu"]}
     options |= {"positions": ["learned", "rope"], "kv_heads": [None, 1], "mlp_width": [None, 12]}
     small = TINY | {"layers": 1, "width": 8, "heads": 2}
-    for values in itertools.product(*options.values()):
+    combinations = list(itertools.product(*options.values()))
+    for values in random.Random(0).sample(combinations, 40):
         shape = small | dict(zip(options, values, strict=True))
         config = GPTConfig(**shape)
         with torch.device("meta"):
@@ -190,8 +186,9 @@ def test_initial_weights_have_the_stated_deviations():
             assert abs(parameter.mean().item()) < std / 25, name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "tied"), [("bf16", False), ("fp16", True), ("block", False), ("mxfp8", True)]
+)
 def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, tied):
     torch.manual_seed(3)
     plain = dict(build(tied=tied).named_parameters())
@@ -210,7 +207,7 @@ def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, 
 
 
 @pytest.mark.parametrize("shape", [{}, MODERN | {"kv_heads": 2}], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8", "block"])
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp8"])
 def test_a_token_does_not_influence_the_logits_before_it(recipe, shape):
     model = build(recipe, **shape).eval()
     inputs, changed = tokens(), tokens()

@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.model import loss as head_module
@@ -29,7 +27,7 @@ TINY = {"vocabulary": 61, "context": 60, "layers": 1, "width": 32, "heads": 2}
 ROWS = 8 * 60  # three chunks of 128 and one of 96
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PLAIN = [(dtype, "reference", dtype) for dtype in DTYPES]
-FP8 = [("current", "emulate", "fp32"), ("mxfp8", "emulate", "bf16"), ("delayed", "torch", "bf16")]
+FP8 = [("current", "emulate", "fp32"), ("delayed", "torch", "bf16")]
 BY_NAME = {"-".join(kind): kind for kind in [*PLAIN, *FP8]}
 
 
@@ -112,6 +110,11 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
             (loss * factor).backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    model = models[1].eval()
+    expected = model(*batch()).item()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert model(*batch()).item() == expected
     unchunked, chunked = models
     assert same(fp8_state(unchunked), fp8_state(chunked))
     once_more = factor < 1 and kind[0] in ("fp32", "bf16")
@@ -122,17 +125,6 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
             assert error(actual, gradient) < rounding, name
         else:
             assert torch.equal(actual, gradient), name
-
-
-@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
-def test_without_gradients_the_loss_is_the_same(monkeypatch, kind):
-    set_chunks(monkeypatch, 1)
-    model = gpt(*kind).eval()
-    trained = model(*batch())
-    with torch.no_grad():
-        assert model(*batch()).item() == trained.item()
-    with torch.inference_mode():
-        assert model(*batch()).item() == trained.item()
 
 
 @pytest.mark.usefixtures("chunked")
@@ -202,20 +194,6 @@ def test_hooks_run(kind):
 
 
 @pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
-@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
-def test_a_model_that_is_recomputed_gets_the_same_gradients(kind, reentrant):
-    plain, frugal = gpt(*kind), gpt(*kind)
-    blocks = frugal.blocks[0].forward
-    frugal.blocks[0].forward = lambda *args: checkpoint(blocks, *args, use_reentrant=reentrant)
-    for step in range(2):
-        plain(*batch(step)).backward()
-        frugal(*batch(step)).backward()
-    assert same(gradients(plain), gradients(frugal))
-    assert same(fp8_state(plain), fp8_state(frugal))
-
-
-@pytest.mark.usefixtures("chunked")
 def test_a_plain_head_keeps_its_precision_under_autocast():
     """fp16 gradients must wait for the loss scale there too."""
     head, input_gradients = head_of("fp32", "reference", "fp32"), []
@@ -266,8 +244,10 @@ def test_a_chunk_is_a_multiple_of_128_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [PLAIN[1], FP8[2]], ids=["plain", "fp8"])
+@pytest.mark.parametrize("kind", [PLAIN[1], FP8[1]], ids=["plain", "fp8"])
 def test_compiled_code_has_no_float32_tensor_of_the_size_of_the_logits(kind):
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
     rows, vocabulary = 1152, 1210
     head = head_of(*kind, outputs=1216)
     x, targets = head_inputs(rows, vocabulary=vocabulary)
