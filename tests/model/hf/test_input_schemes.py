@@ -25,7 +25,6 @@ def input_of(recipe: str) -> Quantizer | None:
     [
         (FP8 | {"strategy": "token", "dynamic": True}, "served:fp8_dynamic"),
         (FP8 | {"strategy": "group", "group_size": 128, "dynamic": True}, "served:fp8_block"),
-        (FP8 | {"strategy": "group", "group_size": 32, "dynamic": True}, "served:mxfp8"),
         (FP4 | {"strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "served:nvfp4"),
         (None, "served:mxfp4"),
     ],
@@ -63,7 +62,6 @@ def test_inputs_of_deepseeks_scheme_follow_the_weights(weight, expected):
         (FP8 | {"strategy": "token", "dynamic": False}, "static inputs of 8 bits"),
         (FP8 | {"strategy": "group", "group_size": 64, "dynamic": True}, "group_size = 64"),
         ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, "strategy = token"),
-        (FP8 | {"strategy": "group", "group_size": [16], "dynamic": True}, "group_size = [16]"),
         ("token", "input_activations that are no table"),
     ],
 )
