@@ -102,8 +102,8 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
-def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
+def twins(twin: Callable[..., Any], shape: dict[str, Any]) -> tuple[GPT, Any]:
+    """A model and its twin of transformers, with the same random weights."""
     reference = twin(**shape)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # far from zero and one, so that every parameter matters
@@ -115,6 +115,12 @@ def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
+    return model, reference
+
+
+@pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
+def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
+    model, reference = twins(twin, shape)
     inputs = tokens()
     assert_close(model(inputs), reference(inputs).logits)
     labels = inputs.clone()

@@ -126,23 +126,10 @@ def test_a_mixture_runs_in_every_recipe_with_its_biases_and_the_scales_of_its_ex
     assert results[1].loss == pytest.approx(metrics(mixture)[-1]["val_loss"], rel=1e-6)
 
 
-def test_a_mixture_without_scales_is_refused_in_delayed_scaling(mixture, tmp_path):
-    plain = trained(
-        tmp_path,
-        recipe="current",
-        model="gpt-nano-moe",
-        model_overrides=SMALL | {"experts": {"count": 4, "per_token": 2, "width": 32}},
-        steps=1,
-    )
-    assert "holds no scales for recipe 'delayed'" in refusal(fp8stack.load, plain, "delayed")
-
-
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
         ("delayed", {"forward_format": "e5m2", "history_length": 16, "head": True}),
-        ("current", {"power_of_two": True}),
-        ("mxfp8", {"scale_rounding": "floor", "head": True}),
         ("block", {"power_of_two": False, "exclude_first_blocks": 1}),
     ],
 )
@@ -164,17 +151,6 @@ def test_windows_and_context_are_as_asked_and_gemms_that_ran_are_counted(run):
     assert single.standard_error is None
     assert (plain.fp8_gemms, single.fp8_gemms) == (0, 4)
     assert single.plan.summary()[0].startswith("plan: mxfp8, emulated by")
-
-
-def test_a_tokenizer_that_gives_the_same_ids_is_the_runs_own(tmp_path):
-    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
-    assert exit_code("prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "tokens")) == 0
-    tokenizer = json.loads((tmp_path / "tokens" / "tokenizer.json").read_text())
-    (tmp_path / "mine.json").write_text(json.dumps(tokenizer))  # other bytes
-    data, tokenizer = str(tmp_path / "tokens"), str(tmp_path / "mine.json")
-    run = trained(tmp_path, data=data, tokenizer=tokenizer, recipe="fp32")
-    (score,) = scores(run)
-    assert score.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
 def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
@@ -246,13 +222,12 @@ def on_tokens(folder: Path, **more: Any) -> Path:
     return trained(folder, data=str(folder / "tokens.bin"), model_overrides=shape, **more)
 
 
-@pytest.mark.parametrize(
-    ("loss", "cell"), [(math.log(3.9), "3.900"), (math.log(1234), "1234"), (20.0, "4.852e+08")]
-)
-def test_a_perplexity_keeps_its_zeros(run, monkeypatch, loss, cell):
+def test_a_perplexity_keeps_its_zeros(run):
     (score,) = scores(run, recipes=["fp32"])
-    score = replace(score, losses_N=torch.tensor([loss], dtype=torch.float64))
-    assert f" {cell} " in evaluation.text_lines([score])[1]
+    cells = {math.log(3.9): "3.900", math.log(1234): "1234", 20.0: "4.852e+08"}
+    for loss, cell in cells.items():
+        score = replace(score, losses_N=torch.tensor([loss], dtype=torch.float64))
+        assert f" {cell} " in evaluation.text_lines([score])[1]
 
 
 def test_what_is_not_known_or_not_finite_is_null_in_json(tmp_path, monkeypatch):
@@ -419,14 +394,10 @@ def test_a_terminals_table_has_the_same_cells(run):
     ("flags", "words"),
     [
         (["--windows", "0"], "--windows 0"),
-        (["--context", "-1"], "--context -1"),
         (["--batch", "0"], "--batch 0"),
         (["--context", "1000"], "--context 1000 is more than the 128"),
         (["--recipes", "mxpf8,fp32"], "Did you mean 'mxfp8'?"),
-        (["--recipes", "fp32,mxpf8"], "Did you mean 'mxfp8'?"),
-        (["--recipes", ","], "--recipes ',' has an empty name"),
         (["--recipes", ""], "--recipes '' has an empty name"),
-        (["--recipes", "fp32,,mxfp8"], "has an empty name"),
         (["--recipes", "fp32,mxfp8,fp32"], "--recipes names 'fp32' twice"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),
@@ -437,17 +408,8 @@ def test_bad_input_is_one_line(refused, run, flags, words):
     assert words in refused("eval", str(run), *flags)
 
 
-def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path, capsys):
-    plain = trained(tmp_path, recipe="fp32")
-    capsys.readouterr()
-    message = refusal(scores, plain, recipes=["fp32", "delayed"])
-    assert "holds no scales for recipe 'delayed'" in message
-    assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
-
-
-@pytest.mark.parametrize("history_length", [1024, 3])
-def test_a_run_in_delayed_scaling_is_served_in_its_own_scales(tmp_path, history_length):
-    run = trained(tmp_path, recipe_overrides={"history_length": history_length})
+def test_a_run_in_delayed_scaling_is_served_in_its_own_scales(tmp_path):
+    run = trained(tmp_path, recipe_overrides={"history_length": 3})
     delayed, static, current = scores(run, recipes=["delayed", "served:fp8_static", "current"])
     assert torch.equal(delayed.losses_N, static.losses_N)
     assert not torch.equal(delayed.losses_N, current.losses_N)
@@ -457,14 +419,11 @@ def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path
     file = tmp_path / "fewer.toml"
     file.write_text('like = "delayed"\nexclude = ["*.mlp.down"]\n')
     message = refusal(scores, run, recipes=[str(file)])
-    assert (
-        f"scales that do not fit recipe '{file}': it is the checkpoint of a run in delayed"
-        in message
-    )
+    assert f"scales that do not fit recipe '{file}': it is the checkpoint of a run in" in message
 
 
-@pytest.mark.parametrize("trained_in", ["fp32", "delayed", "nvfp4"])
-def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path):
+@pytest.mark.parametrize("trained_in", ["fp32", "delayed"])
+def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path, capsys):
     plain = trained(tmp_path, recipe=trained_in)
     results = scores(plain, recipes=["fp32", "nvfp4", NO_HADAMARD, "mxfp4"])
     assert [score.plan.precision.removesuffix("-emulated") for score in results[1:]] == [
@@ -472,4 +431,8 @@ def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, 
     ]
     assert all(0 < abs(score.difference or 0) < 0.5 for score in results[1:])
     if trained_in != "delayed":
-        assert "no scales" in refusal(scores, plain, recipes=["delayed"])
+        capsys.readouterr()
+        for recipe in ("delayed", "served:fp8_static"):
+            message = refusal(scores, plain, recipes=["fp32", recipe])
+            assert f"holds no scales for recipe '{recipe}'" in message
+        assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
