@@ -13,11 +13,10 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-import transformers
 
 import fp8stack
 from fp8stack import GPT, GPTConfig, load_config
-from fp8stack.common import io, presets
+from fp8stack.common import io
 from fp8stack.model.hf import layout_of
 from fp8stack.trained.export import writing
 from fp8stack.trained.export.format_files import hf_files, safetensors_files
@@ -30,7 +29,6 @@ from tests.support.hf_models import (
     LAYOUT,
     ROPE,
     SHAPES,
-    export_to,
     loaded,
     logits,
     random_model,
@@ -53,22 +51,9 @@ def nano(tmp_path_factory) -> Path:
     )
 
 
-@pytest.mark.parametrize("name", presets.names("models"))
-def test_every_preset_made_small_gives_the_same_logits(name, tmp_path):
-    preset = load_config(name)
-    small: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
-    small |= {"kv_heads": 2} if preset.kv_heads else {}
-    small |= {"mlp_width": 40} if preset.mlp_width else {}
-    small |= {"head_width": 16} if preset.head_width else {}
-    if preset.experts is not None:
-        small |= {"experts": {"count": 4, "per_token": 2, "width": 24, "shared": 0}}
-        small["experts"] |= {"normalize": True} if not preset.qk_norm else {}  # as Mixtral
-        small["experts"] |= {"first_dense": 0}
-    model = random_model(load_config(name, small))
-    require_same_logits(model, loaded(export_to(tmp_path / "out", model)))
-
-
 def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(nano, command, capsys):
+    from transformers import AutoTokenizer
+
     assert command("export", str(nano), "--format", "hf", "--out", "x") == 0
     output = capsys.readouterr()
     assert "Qwen3ForCausalLM" in output.out
@@ -77,7 +62,7 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(nano, command, cap
     assert output.err.count("note:") == 1
     assert honour in output.err
     hf_model, model = loaded(Path("x")), fp8stack.load(nano)
-    tokenizer = transformers.AutoTokenizer.from_pretrained("x")
+    tokenizer = AutoTokenizer.from_pretrained("x")
     assert tokenizer.encode("é", add_special_tokens=False) == [0xC3, 0xA9]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.eos_token_id == 255 == hf_model.generation_config.eos_token_id
@@ -85,10 +70,8 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(nano, command, cap
     x = torch.tensor([tokenizer.encode("import ")])
     generated = hf_model.generate(x, max_new_tokens=8, do_sample=False)[0].tolist()
     for count in range(x.shape[1], len(generated)):
-        assert (
-            int(logits(model, torch.tensor([generated[:count]]))[0, -1].argmax())
-            == generated[count]
-        )
+        likeliest = logits(model, torch.tensor([generated[:count]]))[0, -1].argmax()
+        assert int(likeliest) == generated[count]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -108,8 +91,13 @@ def test_an_activation_that_other_programs_take_for_another_is_warned_of(name):
 def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     nano, command, tmp_path, capsys
 ):
+    from transformers import AutoTokenizer
+
     checkpoint = next((nano / "checkpoints").glob("step-*"))
     shutil.copytree(checkpoint, tmp_path / "moved")
+    assert command("export", "moved", "--out", "x") == 0  # it knows that its tokens are bytes
+    assert AutoTokenizer.from_pretrained("x").encode("a") == [97]
+    capsys.readouterr()
     rewrite(tmp_path / "moved", lambda body: body["info"].update(tokenizer=None))
     assert command("export", "moved", "--out", "without") == 0
     assert "does not know its tokenizer" in capsys.readouterr().err
@@ -117,23 +105,7 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     assert json.loads(Path("without/config.json").read_text())["eos_token_id"] is None
     assert command("export", "moved", "--out", "with", "--tokenizer", "bytes") == 0
     assert "tokenizer" not in capsys.readouterr().err
-    assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
-
-
-def test_a_checkpoint_that_was_moved_knows_that_its_tokens_are_bytes(nano, command, tmp_path):
-    shutil.copytree(next((nano / "checkpoints").glob("step-*")), tmp_path / "moved")
-    assert command("export", "moved", "--out", "x") == 0
-    assert transformers.AutoTokenizer.from_pretrained("x").encode("a") == [97]
-
-
-def test_in_fp8_a_run_in_delayed_scaling_says_the_same(nano, command):
-    assert command("export", str(nano), "--format", "fp8", "--out", "x") == 0
-    x = tokens(256)
-    hf_logits, exact = logits(loaded(Path("x")), x), logits(fp8stack.load(nano), x)
-    fp8_logits = logits(fp8stack.load(nano, recipe="delayed"), x)
-    fp8_error = (fp8_logits - exact).square().mean().sqrt()
-    assert fp8_error > 1e-3
-    assert (hf_logits - fp8_logits).square().mean().sqrt() < 0.3 * fp8_error
+    assert AutoTokenizer.from_pretrained("with").encode("a") == [97]
 
 
 def test_bf16_rounds_every_weight_once_and_all_may_read_whom_the_umask_lets(nano, command):
@@ -165,21 +137,15 @@ def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path):
     ("changes", "key"),
     [
         ({"positions": "learned"}, "norm = rmsnorm"),
-        ({"positions": "learned", "norm": "layernorm", "activation": "swiglu"}, "activation"),
         ({"positions": "learned", "norm": "layernorm", "kv_heads": 2}, "kv_heads = 2"),
-        ({"positions": "learned", "norm": "layernorm", "qk_norm": True}, "qk_norm = true"),
         ({"norm": "layernorm"}, "norm = layernorm"),
         ({"qk_norm": True, "activation": "swiglu", "bias": True}, "bias = true"),
         ({"qk_norm": True, "activation": "gelu"}, "activation = gelu"),
-        ({"positions": "learned", "norm": "layernorm", "head_width": 5}, "head_width = 5"),
         ({"qk_norm": "width", "activation": "swiglu"}, "qk_norm = width, and only OLMoE"),
         ({"head_width": 8, "heads": 3, "activation": "swiglu"}, "heads = 3"),
-        (MIXTURE | {"activation": "gelu"}, "activation = gelu"),
-        (MIXTURE | {"positions": "learned"}, "positions = learned"),
         (MIXTURE | {"experts": EXPERTS | {"shared": 1}}, "experts.shared = 1"),
         (MIXTURE | {"experts": EXPERTS | {"first_dense": 1}}, "experts.first_dense = 1"),
         (MIXTURE | {"experts": EXPERTS | {"bias": 0.001}}, "experts.bias = 0.001"),
-        (MIXTURE | {"head_width": 16}, "head_width = 16"),
         (MIXTURE | {"qk_norm": False}, "experts.normalize = false"),
     ],
 )
@@ -259,23 +225,20 @@ def test_a_rename_that_fails_puts_the_old_export_back(nano, command, monkeypatch
     [
         (["--format", "gguf"], "No export format 'gguf'"),
         (["--dtype", "fp16"], "No dtype 'fp16'"),
-        (["--tokenizer", "nowhere.json"], "No tokenizer"),
         (["--format", "safetensors", "--tokenizer", "bytes"], "--tokenizer is of"),
         (["--scheme", "channel"], "--scheme is of --format fp8"),
         (["--format", "fp8", "--scheme", "row"], "No scheme 'row'"),
         (["--out", "file"], "file is no folder"),
         (["--out", "x" * 5000], "Cannot use the folder of --out"),
         (["--out", "CHECKPOINT/x"], "lies in the checkpoint"),
-        (["nowhere"], "No run and no checkpoint"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(flags, expected, nano, refused):
     Path("file").write_text("x")
     checkpoint = next((nano / "checkpoints").glob("step-*"))
     before = sorted(checkpoint.iterdir())
-    run = [] if flags == ["nowhere"] else [str(nano)]
     flags = [flag.replace("CHECKPOINT", str(checkpoint)) for flag in flags]
-    assert expected in refused("export", *run, "--out", "x", *flags)
+    assert expected in refused("export", str(nano), "--out", "x", *flags)
     assert sorted(checkpoint.iterdir()) == before
 
 
