@@ -124,22 +124,6 @@ def test_a_mixture_has_its_published_total_and_active_parameters(name, total, ac
     assert config.active_parameters() / 1e9 == pytest.approx(active, abs=0.06)
 
 
-def test_the_linears_of_a_mixture_are_a_router_the_experts_and_the_shared_experts():
-    config = MIXED(experts=MIXTURE | {"shared": 3, "first_dense": 1})
-    shapes = config.linear_shapes()
-    assert {name[13:]: shapes[name] for name in shapes if name.startswith("blocks.0.mlp.")} == {
-        "up": (64, 512), "down": (256, 64),
-    }  # fmt: skip
-    assert {name[13:]: shapes[name] for name in shapes if name.startswith("blocks.2.mlp.")} == {
-        "router": (64, 4), "experts.up": (64, 64), "experts.down": (32, 64),
-        "shared.up": (64, 192), "shared.down": (96, 64),
-    }  # fmt: skip
-    parameters = config.parameter_shapes()
-    assert parameters["blocks.1.mlp.experts.up.weight"] == (4, 64, 64)
-    assert parameters["blocks.1.mlp.experts.down.weight"] == (4, 64, 32)
-    assert config.routers == ["blocks.1.mlp.router", "blocks.2.mlp.router"]
-
-
 def test_the_work_of_a_mixture_counts_the_experts_that_a_token_meets():
     dense, mixed = MIXED(mlp_width=64), MIXED(experts=MIXTURE)
     routers = 3 * 64 * 4
@@ -158,17 +142,6 @@ def test_heads_of_their_own_width_change_the_shapes_and_the_work_of_attention():
     )
     longer = config.flops_per_token(20) - config.flops_per_token(10)
     assert longer == 10 * 6 * 3 * 4 * 32
-
-
-def test_queries_and_keys_are_normalized_by_head_or_over_the_full_width():
-    norms = {
-        of: MIXED(kv_heads=2, qk_norm=of)
-        .parameter_shapes()
-        .get("blocks.0.attention.key_norm.weight")
-        for of in (False, True, "head", "width")
-    }
-    assert norms == {False: None, True: (16,), "head": (16,), "width": (32,)}
-    assert MIXED(qk_norm="head").model_dump() == MIXED(qk_norm=True).model_dump()
 
 
 def test_a_plan_leaves_routers_in_float32_and_counts_experts_by_their_tokens():
@@ -203,14 +176,6 @@ def test_an_impossible_mixture_is_one_line(experts, words, tmp_path):
     lines = toml_lines(table | {"experts": MIXTURE | experts})
     (tmp_path / "mine.toml").write_text("\n".join(lines))
     assert words in refusal(load_config, str(tmp_path / "mine.toml"))
-
-
-def test_overrides_change_keys_of_experts_and_one_balance_replaces_the_other():
-    changed = load_config("olmoe-7b", {"experts": {"count": 16, "bias": 0.001}}).experts
-    assert changed is not None
-    assert (changed.count, changed.per_token) == (16, 8)
-    assert (changed.bias, changed.balance_coefficient) == (0.001, 0)
-    assert load_config("gpt-nano", {"experts": MIXTURE}).experts is not None
 
 
 def test_a_model_without_experts_is_stored_as_before_there_were_any():

@@ -238,18 +238,6 @@ def test_save_pretrained_gives_a_plain_model(make, tmp_path):
         assert torch.equal(loaded.eval()(batch(0)).logits, bare.eval()(batch(0)).logits)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_load_both_ways(assign):
-    plain, model = gpt2(), convert(gpt2(), plan("current"))
-    train(plain, range(1))
-    twin = convert(copy.deepcopy(plain), plan("current"))
-    model.load_state_dict(plain.state_dict(), assign=assign)
-    assert torch.equal(model(batch(1)).logits, twin(batch(1)).logits)
-    back = gpt2()
-    back.load_state_dict(model.state_dict(), assign=assign)
-    assert torch.equal(back(batch(1)).logits, plain(batch(1)).logits)
-
-
 # The numbers of one linear
 
 
@@ -490,24 +478,6 @@ def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, bac
     assert same(state, fp8_state(model))
 
 
-# Inputs
-
-
-@pytest.mark.parametrize(("recipe", "backend"), RUNS)
-def test_inputs_of_any_shape_work_by_place_and_by_name(recipe, backend):
-    class Named(MLP):
-        def forward(self, x):
-            return self.down(input=F.gelu(self.up(input=x)))
-
-    model = convert(Named(), plan(recipe, backend))
-    for shape in ((32,), (0, 32), (2, 0, 32), (2, 3, 5, 32)):
-        x = normal(*shape).requires_grad_()
-        y = model(x=x)
-        y.sum().backward()
-        assert y.shape == x.grad.shape == shape
-        assert torch.isfinite(grad(model.up.weight)).all()
-
-
 # Layers that are not converted, and the reasons
 
 
@@ -529,24 +499,6 @@ def test_attention_of_torch_keeps_the_linear_that_it_never_calls():
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     plain, x = nn.Sequential(layer).eval(), normal(2, 5, 32)
     assert relative(convert(copy.deepcopy(plain), plan("current"))(x), plain(x)) > 1e-3
-
-
-def test_a_subclass_of_conv1d_is_converted_if_it_inherits_forward():
-    from transformers.pytorch_utils import Conv1D
-
-    class Named(Conv1D):
-        pass
-
-    class Doubled(Conv1D):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model = convert(nn.Sequential(Doubled(64, 32), Named(32, 64)), plan("current"))
-    assert replaced(model) == ["1"]
-    assert reason(model, "0").startswith("unchanged, a Doubled has a forward of its own")
-    plain = Conv1D(32, 64)
-    plain.load_state_dict(model[1].state_dict())
-    assert relative(model[1](normal(8, 64)), plain(normal(8, 64))) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -617,19 +569,6 @@ def test_a_shape_that_the_hardware_cannot_serve_stays_and_says_so():
         convert(untouched, plan("delayed", "torch", HOPPER, strict=True))
     assert replaced(untouched) == []
     assert in_fp8(convert(model(), recipe="delayed")) == ["0", "1"]  # the emulator pads
-
-
-def test_a_gpu_without_fp8_multiplies_in_bf16():
-    plain, model = gpt2(), convert(gpt2(), plan("current", hardware=AMPERE, backend="auto"))
-    assert replaced(model) == [*IN_FP8["gpt2"], "lm_head"]
-    assert in_fp8(model) == []
-    assert {layer.precision for layer in model.fp8_plan.layers} == {"bf16"}
-    x, layer = normal(4, 32), plain.transformer.h[0].attn.c_attn
-    y = model.transformer.h[0].attn.c_attn(x)
-    weight, bias = layer.weight.bfloat16(), layer.bias.bfloat16()
-    assert torch.equal(y, F.linear(x.bfloat16(), weight.t(), bias).float())
-    assert train(model, range(3))[-1] == pytest.approx(train(plain, range(3))[-1], rel=1e-2)
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
@@ -766,19 +705,3 @@ def test_the_report_says_what_was_converted_and_what_not(caplog):
         "torch's scaled_mm on a CPU, as --backend torch asks",
         *unchanged,
     )
-
-
-def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
-    class Experts(MLP):
-        def __init__(self, count) -> None:
-            super().__init__()
-            self.experts = nn.Parameter(torch.zeros(count, 4, 8))
-            self.table = nn.Embedding(1000, 32)
-
-    few, many = (plan_in(convert(Experts(count), plan())) for count in (1, 64))
-    assert "not in FP8" not in " ".join(few.reasons)
-    assert many.reasons[-1] == (
-        "weights outside linear layers are not in FP8: 2,048 elements beside 4,096 in linears, "
-        "the most of them in experts [64, 4, 8], matrices in one tensor, as experts are"
-    )
-    assert many.reasons[-1] in " ".join(many.summary())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import pytest
@@ -241,24 +240,3 @@ def test_a_chunk_is_a_multiple_of_128_rows():
         rows, bytes_ = chunk_rows(vocabulary), vocabulary * 4
         assert rows % 128 == 0
         assert rows == 128 or rows * bytes_ <= 128 * 2**20 < (rows + 128) * bytes_
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [PLAIN[1], FP8[1]], ids=["plain", "fp8"])
-def test_compiled_code_has_no_float32_tensor_of_the_size_of_the_logits(kind):
-    from torch._inductor.utils import run_fw_bw_and_get_code
-
-    rows, vocabulary = 1152, 1210
-    head = head_of(*kind, outputs=1216)
-    x, targets = head_inputs(rows, vocabulary=vocabulary)
-    compiled = torch.compile(lambda: head_loss(head, x, targets, vocabulary), fullgraph=True)
-    loss, codes = run_fw_bw_and_get_code(compiled)
-    allocated = re.findall(
-        r"= empty_strided_cpu\(\((\d+), (\d+)\), .*?, torch\.(\w+)\)", "".join(codes)
-    )
-    logits = {
-        dtype for *sizes, dtype in allocated if math.prod(map(int, sizes)) >= rows * vocabulary
-    }
-    assert "bfloat16" in logits
-    assert "float32" not in logits
-    assert loss.item() == pytest.approx(head_loss(head.eval(), x, targets, vocabulary).item(), 0.01)

@@ -29,7 +29,6 @@ from fp8stack.training.load import find_source
 from tests.conftest import losses, metrics, refusal
 from tests.faults.bounded import bounded
 from tests.support.hf_models import (
-    EXPERTS,
     LAYOUT,
     SHAPES,
     config_json,
@@ -129,16 +128,6 @@ def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name, tmp_pa
     weights = weights_of(model)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], weights[key]) for key in weights)
-
-
-def test_few_experts_after_many_dense_layers_are_enough_tensors(tmp_path):
-    experts = EXPERTS | {"count": 64, "width": 8, "first_dense": 3}
-    shape = SHAPES["qwen3_moe"] | {"layers": 4, "mlp_width": 48, "experts": experts}
-    model = random_model(GPTConfig(**shape))
-    folder = open_folder(export_to(tmp_path / "x", model))
-    described = model_from_config(folder.config, "x")
-    back = from_hf(described.config, described.layout, folder.tensors, "x")
-    assert all(torch.equal(back[name], weight) for name, weight in weights_of(model).items())
 
 
 def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path):

@@ -107,27 +107,6 @@ def dequantized(
     return weights
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [("qwen3", "delayed"), ("arcee", "current"), ("llama", "block"), ("qwen3 relu2", "mxfp8")],
-)
-@pytest.mark.full
-def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
-    config = MODELS[name]
-    model, source = trained(config, recipe)
-    folder = exported(tmp_path / "x", source)
-    hf_model = decompressed(folder)
-    plain = GPT(config).eval()
-    restore_weights(plain, dequantized(model, source, recipe))
-    state = hf_model.state_dict()
-    k_proj = state["model.layers.1.self_attn.k_proj.weight"]
-    rows = config.width, config.width + config.query_groups * config.head_dim
-    assert torch.equal(k_proj, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
-    up = plain.get_parameter("blocks.0.mlp.up.weight")
-    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
-    require_same_logits(plain, hf_model, atol=2e-5)
-
-
 def test_each_expert_is_cast_by_itself_and_the_router_stays_plain(tmp_path):
     model, source = trained(MIXTURE, "delayed")
     folder = exported(tmp_path / "x", source)
@@ -296,24 +275,35 @@ def test_blocks_that_do_not_fit_become_channels_and_that_is_told_or_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strategy"),
-    [("delayed", "channel"), ("block", "tensor"), ("bf16", "block")],
+    ("name", "recipe", "strategy", "like"),
+    [
+        ("qwen3", "delayed", None, "delayed"),
+        ("arcee", "current", None, "current"),
+        ("qwen3 relu2", "mxfp8", None, "mxfp8"),
+        ("llama", "delayed", "channel", "mxfp8"),
+        ("llama", "block", "tensor", "current"),
+        ("llama", "bf16", "block", "block"),
+    ],
 )
-def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strategy, tmp_path):
-    model, source = trained(LLAMA, recipe)
+def test_weights_that_readers_decompress_are_ours_to_the_bit(
+    name, recipe, strategy, like, tmp_path
+):
+    model, source = trained(MODELS[name], recipe)
     files = quantized_files(source, None, strategy)
-    scheme = quantization_config(files)["config_groups"]
-    assert scheme["group_0"]["weights"]["strategy"] == strategy
-    assert scheme["group_0"]["input_activations"]["dynamic"]
-    assert not any(name.endswith("input_scale") for name in files.tensors)
+    if strategy is not None:
+        group = quantization_config(files)["config_groups"]["group_0"]
+        assert group["weights"]["strategy"] == strategy
+        assert group["input_activations"]["dynamic"]
+        assert not any(tensor.endswith("input_scale") for tensor in files.tensors)
     replace_folder(tmp_path / "x", files)
-    hf_model = decompressed(tmp_path / "x")
-    plain = GPT(LLAMA).eval()
-    power = {"power_of_two": True} if recipe == "block" and strategy == "tensor" else {}
-    same = {"tensor": "current", "channel": "mxfp8", "block": "block"}[strategy]
-    restore_weights(plain, dequantized(model, source, same, **power))  # as the recipe has it
-    down = hf_model.state_dict()["model.layers.0.mlp.down_proj.weight"]
-    assert torch.equal(down, plain.get_parameter("blocks.0.mlp.down.weight"))
+    hf_model, plain = decompressed(tmp_path / "x"), GPT(MODELS[name]).eval()
+    power = recipe == "block"  # its scales are powers of two, whatever the strategy
+    restore_weights(plain, dequantized(model, source, like, power_of_two=power))
+    state = hf_model.state_dict()
+    up = plain.get_parameter("blocks.0.mlp.up.weight")
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
+    down = plain.get_parameter("blocks.0.mlp.down.weight")
+    assert torch.equal(state["model.layers.0.mlp.down_proj.weight"], down)
     require_same_logits(plain, hf_model, atol=2e-5)
 
 
@@ -344,7 +334,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("recipe", PACKED)
-def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe, tmp_path):
+def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe):
     from compressed_tensors.compressors import BaseCompressor
 
     plan = plan_for(LLAMA, recipe, CPU)
@@ -380,13 +370,6 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
             torch.testing.assert_close(
                 decompressed_weight.float(), module.select(exact_weight), rtol=tolerance, atol=0
             )
-    replace_folder(tmp_path / "x", files)
-    hf_model = decompressed(tmp_path / "x", dtype=torch.float32)
-    plain, x = GPT(LLAMA).eval(), tokens(LLAMA.vocabulary)
-    exact = logits(model, x)
-    restore_weights(plain, weights)
-    error = (logits(plain, x) - exact).square().mean().sqrt()
-    assert (logits(hf_model, x) - logits(plain, x)).square().mean().sqrt() < 0.1 * error
 
 
 @pytest.mark.parametrize(
