@@ -132,18 +132,6 @@ def test_the_work_of_a_mixture_counts_the_experts_that_a_token_meets():
     assert mixed.parameters() == dense.parameters() + routers + 3 * 2 * (3 * 64 * 32)
 
 
-def test_heads_of_their_own_width_change_the_shapes_and_the_work_of_attention():
-    config = MIXED(heads=4, kv_heads=2, head_width=32)
-    shapes = config.linear_shapes()
-    assert shapes["blocks.0.attention.qkv"] == (64, (4 + 2 * 2) * 32)
-    assert shapes["blocks.0.attention.output"] == (4 * 32, 64)
-    assert (
-        GPTConfig(**MIXED().model_dump() | {"width": 60, "heads": 8, "head_width": 8}).head_dim == 8
-    )
-    longer = config.flops_per_token(20) - config.flops_per_token(10)
-    assert longer == 10 * 6 * 3 * 4 * 32
-
-
 def test_a_plan_leaves_routers_in_float32_and_counts_experts_by_their_tokens():
     config = MIXED(experts=MIXTURE, vocabulary=64)
     for recipe in ("delayed", "bf16", "fp32"):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrize, prune
 
 from fp8stack import LossScaler, UserError, convert, fp8_state
 from tests.faults.processes import in_ranks
@@ -149,13 +149,6 @@ class Headed(nn.Module):
             self.get_submodule(tie).weight = self.embedding.weight
 
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
-    return BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2))
-
-
 def linears(*sizes: tuple[int, int]) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(*size) for size in sizes))
 
@@ -163,12 +156,9 @@ def linears(*sizes: tuple[int, int]) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("make", "heads"),
     [
-        (lambda: nn.ModuleDict({"bert": bert()}), ["bert.cls.predictions.decoder"]),
         (lambda: nn.ModuleDict({"model": gpt2(), "value": nn.Linear(32, 1)}), ["model.lm_head"]),
         (lambda: Headed(logits=linears((32, 32), (32, 96))), ["logits.1"]),
-        (lambda: Headed(lm_head=nn.ModuleDict({"w_out": nn.Linear(32, 48)})), ["lm_head.w_out"]),
         (lambda: Headed(classifier=linears((32, 32), (32, 16))), ["classifier.0", "classifier.1"]),
-        (lambda: Headed(model=nn.ModuleDict({"score": nn.Linear(32, 16)})), ["model.score"]),
         (lambda: Headed(tie="blocks.1.up"), ["blocks.1.up"]),
         (lambda: Headed(proj=nn.Linear(32, 64)), []),
     ],
@@ -222,7 +212,6 @@ def pruned(layer: nn.Module) -> None:
 COMPUTED: dict[str, Callable[[Any], object]] = {
     "pruned": pruned,
     "parametrized": lambda layer: parametrize.register_parametrization(layer, "weight", Unit()),
-    "weight norm": parametrizations.weight_norm,
 }
 
 

@@ -210,20 +210,6 @@ def test_a_model_trains_in_bfloat16_and_under_autocast() -> None:
     assert model(normal(0, WIDTH)).shape == (0, WIDTH)
 
 
-def test_evaluation_and_generation_change_no_state() -> None:
-    model: Any = convert(mixtral(), plan("delayed"))
-    train(model, range(1))
-    state = fp8_state(model)
-    model.eval()
-    with torch.no_grad():
-        logits = model(torch.arange(32)[None]).logits
-    tokens = model.generate(torch.arange(8)[None], max_new_tokens=4, do_sample=False)
-    assert tokens.shape == (1, 12)
-    assert model.config._experts_implementation == "fp8stack-grouped_mm"
-    assert same(fp8_state(model), state)
-    assert torch.equal(model(torch.arange(32)[None]).logits, logits)
-
-
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [

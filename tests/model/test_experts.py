@@ -170,7 +170,6 @@ def test_the_headline_counts_experts_by_the_tokens_that_they_get(name, share, un
 DENSE: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 8},
-    "xLSTMForCausalLM": {"num_heads": 4},
     "T5ForConditionalGeneration": {"d_model": WIDTH, "d_kv": 32, "d_ff": 96, "num_layers": 2,
                                    "num_heads": 2, "feed_forward_proj": "gated-gelu"},
     "BertForMaskedLM": {},
@@ -216,32 +215,14 @@ def linear(outputs: int = EXPERTS, **options: Any) -> nn.Linear:
     return nn.Linear(WIDTH, outputs, **options)
 
 
-class Stack(nn.Module):
-    """Experts in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.zeros(EXPERTS, WIDTH, 48))
-
-
-class TopKGate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = linear(EXPERTS)
-
-
 @pytest.mark.parametrize(
     ("children", "routers"),
     [
         ({"gate": linear(), "experts": experts()}, {"gate"}),
         ({"pick": linear(), "experts": experts()}, {"pick"}),
-        ({"gate": linear(), "experts": Stack()}, {"gate"}),
-        ({"top": TopKGate(), "experts": experts()}, {"top.score"}),
         ({"route": linear(), "noise_linear": linear(), "experts": experts()},
          {"route", "noise_linear"}),
-        # A projection of the same width next to a router that is known by its name.
         ({"gate": linear(), "latent": linear(), "experts": experts()}, {"gate"}),
-        # Deeper ones are no siblings; a gated MLP is no router, and neither is a shared expert.
         ({"gate": linear(), "experts": experts(), "shared_expert": nn.ModuleDict(
             {"gate_proj": linear(48), "down_proj": nn.Linear(48, EXPERTS)})}, {"gate"}),
         ({"gate": linear(48), "up": linear(48), "down": nn.Linear(48, WIDTH)}, set()),

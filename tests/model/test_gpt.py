@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -260,7 +259,7 @@ def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
 
 def test_dropout_is_active_in_training_alone(monkeypatch):
     attend: Any = nn.functional.scaled_dot_product_attention
-    rates, drops = list[float](), Counter[str]()
+    rates, drops = list[float](), set[str]()
 
     def spy(*args, dropout_p, **kwargs):
         rates.append(dropout_p)
@@ -271,15 +270,13 @@ def test_dropout_is_active_in_training_alone(monkeypatch):
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):  # of the embedding, and of both residual branches
             module.register_forward_hook(
-                lambda _, args, y, name=name: drops.update({name: int((y == 0).any())})
+                lambda _, x, y, at=name: drops.update({at} if (y == 0).any() else ())
             )
-    torch.manual_seed(0)
     assert not torch.equal(model(tokens()), model(tokens()))
     assert rates == [0.3] * 4
-    assert drops == {"dropout": 2, "blocks.0.dropout": 4, "blocks.1.dropout": 4}
-    model.eval()
+    assert drops == {"dropout", "blocks.0.dropout", "blocks.1.dropout"}
     rates.clear()
-    assert torch.equal(model(tokens()), plain(tokens()))
+    assert torch.equal(model.eval()(tokens()), plain(tokens()))
     assert rates == [0.0] * 4
 
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,10 +38,10 @@ from tests.model.test_gpt import (
     twins,
 )
 from tests.support.data_writers import write_llmc
+from tests.trained.conftest import TEXT
 
 SHAPES = {"gpt2": {}, "llama": MODERN | {"kv_heads": 2}, "qwen3": MODERN | {"qk_norm": True}}
 GREEDY = Sampling(temperature=0)
-TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé ☃ too.\n" * 80
 
 
 def small(recipe: str, backend: str = "auto", **shape: Any) -> GPT:
@@ -233,18 +232,6 @@ def test_a_compiled_model_is_not_compiled_for_each_length():
 # The command
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run in delayed scaling on some text."""
-    folder = tmp_path_factory.mktemp("generate")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return fp8stack.pretrain(
-        recipe="delayed", data=str(folder / "text.txt"), steps=3, batch=2, context=32,
-        model_overrides={"layers": 1, "width": 32, "heads": 2}, eval_windows=2, sample_tokens=0,
-        out=str(folder / "run"), telemetry_every=0,
-    )  # fmt: skip
-
-
 @pytest.fixture
 def write(command, run, capfd) -> Callable[..., tuple[str, str]]:
     """`fp8stack generate` on the run: its stdout and stderr."""
@@ -263,7 +250,7 @@ def test_the_text_alone_is_on_stdout_and_repeats(write, run):
         assert out.startswith("The ")
         assert out.endswith("\n")
         assert "tokens/s" not in out
-        pieces = (str(run / "checkpoints" / "step-000003"), "read 4 tokens at ", "wrote 40 at ")
+        pieces = (str(run / "checkpoints" / "step-000006"), "read 4 tokens at ", "wrote 40 at ")
         assert all(piece in err for piece in pieces)
         texts.append(out)
     assert texts[0] == texts[1] != texts[2]
@@ -331,13 +318,13 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     swapping = [*flags, "--tokenizer", "swapped.json", "--prompt", "xy"]
     shutil.copytree(run, tmp_path / "without")
     (tmp_path / "without/tokenizer.json").unlink()
-    for of in (run / "checkpoints/step-000003", "without"):
+    for of in (run / "checkpoints/step-000006", "without"):
         assert command("generate", str(of), *swapping) == 2
         assert "was trained on tokens of bytes" in capfd.readouterr().err
     # Bytes need no file.
     assert write("--prompt", "xz", *flags, of="without")[0] == write("--prompt", "xz", *flags)[0]
     # Older checkpoints record no tokenizer.
-    older = tmp_path / "without/checkpoints/step-000003"
+    older = tmp_path / "without/checkpoints/step-000006"
     rewrite(older, lambda body: body["info"].pop("tokenizer"))
     assert write(*swapping, of=str(older))[0] == expected
     assert command("generate", "without") == 2

@@ -22,7 +22,8 @@ from fp8stack.trained.evaluate import divergence, evaluated_run
 from fp8stack.trained.evaluate.agreement import Agreement
 from fp8stack.trained.evaluate.evaluated_run import EvaluatedRun
 from tests.conftest import refusal
-from tests.trained.evaluate.test_scores import trained, windows_of
+from tests.trained.conftest import trained
+from tests.trained.evaluate.test_scores import windows_of
 
 LINEARS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 ONE_BATCH = 9  # windows: in one batch, as the oracle's, the logits are the same to the bit

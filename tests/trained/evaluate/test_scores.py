@@ -29,24 +29,7 @@ from fp8stack.trained.evaluate.scores import Score, bits_per_byte, nats_of
 from tests.conftest import exit_code, metrics, refusal
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.study_recipes import NO_HADAMARD
-
-TEXT = "".join(f"line {i}: Größe {i * i % 97}, ☃ {i % 7}\n" for i in range(300))
-SMALL = {"layers": 1, "width": 32, "heads": 2}
-
-
-def trained(folder: Path, **more: Any) -> Path:
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    keys: dict[str, Any] = {
-        "recipe": "delayed", "data": str(folder / "text.txt"), "steps": 6, "batch": 4,
-        "context": 32, "model_overrides": SMALL, "eval_windows": 9, "sample_tokens": 0,
-        "warmup_steps": 1, "telemetry_every": 0, "out": str(folder / "run"),
-    }  # fmt: skip
-    return fp8stack.pretrain(**keys | more)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    return trained(tmp_path_factory.mktemp("eval"))
+from tests.trained.conftest import SMALL, TEXT, trained
 
 
 def scores(*runs: Path, recipes: Sequence[str] = (), **more: Any) -> list[Score]:
@@ -74,14 +57,6 @@ def windows_of(run: Path, count: int = 9, context: int = 32, whole_text: str = "
     return torch.from_numpy(np.stack([used_text[s : s + context + 1] for s in starts]))
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
-    """A run of a mixture that is balanced by biases."""
-    experts = {"count": 4, "per_token": 2, "width": 32, "shared": 1, "bias": 0.003}
-    folder = tmp_path_factory.mktemp("mixture")
-    return trained(folder, model="gpt-nano-moe", model_overrides=SMALL | {"experts": experts})
-
-
 def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     # One window at a time: in current scaling a window's loss depends on the others in its batch.
     results = scores(run, recipes=["fp32", "delayed", "current", "mxfp8"], batch=1)
@@ -105,43 +80,6 @@ def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     assert default.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
-@pytest.mark.full
-def test_a_mixture_runs_in_every_recipe_with_its_biases_and_the_scales_of_its_experts(mixture):
-    recipes = ["fp32", "delayed", "current", "mxfp8", "nvfp4", "bf16"]
-    state = load_file(mixture / "checkpoints" / "step-000006" / "model.safetensors")
-    name, router = "blocks.0.mlp.balance_bias", "blocks.0.mlp.router.weight"
-    assert state[name].any()
-    results = scores(mixture, recipes=recipes, batch=1)
-    first = np.array(by_hand(mixture, "fp32", windows_of(mixture)))
-    for score in results:
-        model = fp8stack.load(mixture, recipe=score.recipe)
-        assert torch.equal(model.get_buffer(name), state[name])
-        assert torch.equal(model.get_parameter(router), state[router])
-        expected = np.array(by_hand(mixture, score.recipe, windows_of(mixture)))
-        np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
-        assert (np.abs(expected - first).max() > 1e-5) == (score.recipe != "fp32")
-        assert abs(score.loss - first.mean()) < 0.05
-        text = fp8stack.generate(mixture, "line", tokens=4, temperature=0, recipe=score.recipe)
-        assert text.startswith("line")
-    assert results[1].loss == pytest.approx(metrics(mixture)[-1]["val_loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [
-        ("delayed", {"forward_format": "e5m2", "history_length": 16, "head": True}),
-        ("block", {"power_of_two": False, "exclude_first_blocks": 1}),
-    ],
-)
-def test_the_runs_own_recipe_is_that_with_its_overrides(recipe, overrides, tmp_path):
-    windows = {"eval_windows": 2, "final_eval_windows": 4}
-    run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, **windows)
-    last = metrics(run)[-1]["val_loss"]
-    for recipes in ([], [recipe]):
-        (score,) = scores(run, recipes=recipes)
-        assert score.loss == pytest.approx(last, rel=1e-6)
-
-
 def test_windows_and_context_are_as_asked_and_gemms_that_ran_are_counted(run):
     (score,) = scores(run, recipes=["fp32"], windows=5, context=20)
     expected = by_hand(run, "fp32", windows_of(run, 5, 20))
@@ -155,7 +93,9 @@ def test_windows_and_context_are_as_asked_and_gemms_that_ran_are_counted(run):
 
 def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT.swapcase(), encoding="utf-8")
-    for path, text in ((run.parent / "text.txt", ""), (tmp_path / "other.txt", TEXT.swapcase())):
+    own = run.parent / "text.txt"
+    moved = Path(shutil.copy(own, tmp_path / "moved.txt"))
+    for path, text in ((own, ""), (moved, ""), (tmp_path / "other.txt", TEXT.swapcase())):
         (score,) = scores(run, recipes=["fp32"], data=str(path))
         expected = by_hand(run, "fp32", windows_of(run, whole_text=text))
         np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
@@ -170,6 +110,24 @@ def test_several_runs_have_a_baseline_each_and_the_batch_changes_no_loss(run):
     by_single, all_ = nats_of(model, windows, 1), nats_of(model, windows, 9)
     torch.testing.assert_close(by_single, all_, rtol=1e-5, atol=1e-6)
     assert not model.training
+
+
+@pytest.mark.full
+def test_a_mixture_runs_with_its_biases_and_the_scales_of_its_experts(tmp_path):
+    experts = {"count": 4, "per_token": 2, "width": 32, "shared": 1, "bias": 0.003}
+    run = trained(tmp_path, model="gpt-nano-moe", model_overrides=SMALL | {"experts": experts})
+    state = load_file(run / "checkpoints" / "step-000006" / "model.safetensors")
+    name = "blocks.0.mlp.balance_bias"
+    assert state[name].any()
+    results = scores(run, recipes=["delayed", "fp32", "nvfp4"], batch=1)
+    for score in results:
+        assert torch.equal(fp8stack.load(run, recipe=score.recipe).get_buffer(name), state[name])
+        expected = by_hand(run, score.recipe, windows_of(run))
+        np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
+        assert score.difference != 0
+        text = fp8stack.generate(run, "line", tokens=4, temperature=0, recipe=score.recipe)
+        assert text.startswith("line")
+    assert results[0].loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
 # Bits per byte
@@ -252,13 +210,6 @@ def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(t
     assert exit_code("prepare", str(tmp_path / "text.txt"), *remedy) == 0
     message = refusal(scores, other_run, data=str(tmp_path / "bytes"))
     assert "Give text, or tokens that `fp8stack prepare` made of it" in message
-
-
-def test_the_runs_own_text_at_another_path_is_scored_where_the_run_was_not_trained(run, tmp_path):
-    moved = Path(shutil.copy(run.parent / "text.txt", tmp_path / "moved.txt"))
-    (score,), (by_default,) = scores(run, data=str(moved)), scores(run)
-    assert torch.equal(score.losses_N, by_default.losses_N)
-    assert "held-out" in score.data
 
 
 # The phase and recipe of the last step

@@ -19,8 +19,8 @@ from fp8stack.trained.evaluate.served_folder import is_folder, served_folder
 from fp8stack.trained.export import write_export
 from fp8stack.training.load import find_source
 from tests.conftest import refusal
+from tests.trained.conftest import trained
 from tests.trained.evaluate.test_agreement import agree
-from tests.trained.evaluate.test_scores import trained
 
 SHAPE = {"layers": 2, "width": 128, "heads": 2, "mlp_width": 128}
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
