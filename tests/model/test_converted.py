@@ -355,6 +355,7 @@ def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed():
     assert model.fp8_plan.reasons == reasons
 
 
+@pytest.mark.full
 def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused():
     """Accelerator(mixed_precision="fp8") does this to a model that it prepares."""
     from torchao.float8 import convert_to_float8_training

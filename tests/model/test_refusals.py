@@ -120,7 +120,7 @@ DRAWING = Quantizer(rounding="stochastic")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: numerics.dequantize(torch.ones(4)), "a Tensor is no Quantized"),  # type: ignore[arg-type]
+        (lambda: numerics.unpack(torch.ones(4)), "a Tensor is no Quantized"),  # type: ignore[arg-type]
         (lambda: numerics.current_scale(torch.ones(()), "e4m3"), "a str is no Quantizer"),  # type: ignore[arg-type]
         (lambda: numerics.quantize(torch.ones(4), Quantizer(), dim=None), "no dimension None"),  # type: ignore[arg-type]
         (lambda: Quantizer(format=None), "No format 'None'"),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("layout", SENTENCES)
+@pytest.mark.parametrize("layout", [pytest.param("deepseek", marks=pytest.mark.full), "mxfp4"])
 def test_a_converted_model_names_the_scheme_that_its_weights_come_from(layout, tmp_path):
     values = write_quantized(tmp_path / "x", layout)
     model = dequantized(tmp_path / "x", fp8=layout == "deepseek")
@@ -31,6 +31,7 @@ def test_a_converted_model_names_the_scheme_that_its_weights_come_from(layout, t
     assert logits(converted, tokens(256)).isfinite().all()
 
 
+@pytest.mark.full
 def test_a_model_of_another_folder_or_of_none_names_no_scheme(tmp_path):
     write_quantized(tmp_path / "x", "deepseek")
     model = dequantized(tmp_path / "x", fp8=True)

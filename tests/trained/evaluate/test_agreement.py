@@ -214,6 +214,7 @@ def test_a_kl_that_is_not_finite_is_null_and_above_any_limit(command, run, capsy
     assert row["kl"] is row["maximum"] is row["p"]["loss"] is None
 
 
+@pytest.mark.full
 def test_a_checkpoint_and_a_folder_of_transformers_are_compared_too(run, tmp_path):
     checkpoint = run / "checkpoints" / "step-000006"
     of_run = agree(run, "fp32", "served:mxfp8")

@@ -244,14 +244,12 @@ def test_layers_that_the_guard_took_out_of_fp8_stay_out(run, tmp_path):
     assert not any("guard" in reason for reason in plain_score.plan.reasons)
 
 
-def test_layers_are_left_out_as_the_requested_recipe_says(tmp_path):
-    run = trained(tmp_path, recipe="current")
+def test_layers_are_left_out_as_the_requested_recipe_says(run, tmp_path):
     recipe = tmp_path / "head.toml"
     recipe.write_text('like = "current"\nhead = true\n')
     current, with_head = scores(run, recipes=["current", str(recipe)])
     assert with_head.fp8_gemms > current.fp8_gemms
     assert with_head.difference != 0
-    run = trained(tmp_path, recipe="delayed", out=str(tmp_path / "delayed"))
     recipe.write_text('like = "delayed"\nhead = true\n')
     (score,) = scores(run, recipes=[str(recipe)])
     assert "no scales for lm_head" in score.plan.reasons[-1]

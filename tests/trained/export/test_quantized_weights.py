@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 from fp8stack import GPT, GPTConfig, UserError, numerics, plan_for
@@ -338,8 +337,7 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
     from compressed_tensors.compressors import BaseCompressor
 
     plan = plan_for(LLAMA, recipe, CPU)
-    model = random_model(LLAMA)
-    source = source_of(model, plan=plan.to_json())
+    source = source_of(random_model(LLAMA), plan=plan.to_json())
     files = quantized_files(source, None)
     format, note = PACKED[recipe]
     assert any(line.startswith(note) for line in files.notes)
@@ -350,26 +348,20 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
     scheme = config.config_groups["group_0"]
     assert (scheme.input_activations is None) == bool(note)
     compressor = BaseCompressor.get_value_from_registry(format)
-    keys = compressor.compression_param_names(scheme)
-    weights = weights_of(model)
-    for name, modules in modules_of(LLAMA, layout_of(LLAMA)).items():
-        if name == "lm_head":
-            continue
-        quantizer = plan.layer(name).quantizers.weight
-        assert quantizer is not None
-        weight = source.weights[f"{name}.weight"]
-        exact_weight = weights[f"{name}.weight"] = numerics.dequantize(
-            numerics.quantize(weight, quantizer)
-        )
+    layers = modules_of(LLAMA, layout_of(LLAMA))
+    del layers["lm_head"]
+    for name, modules in layers.items():
+        quantizer: Any = plan.layer(name).quantizers.weight
+        weight = numerics.dequantize(numerics.quantize(source.weights[f"{name}.weight"], quantizer))
         for module in modules:
             begin = f"{module.path}."
-            state = {key: files.tensors[begin + key] for key in keys}
-            decompressed_weight = compressor.decompress(state, scheme)["weight"]
+            names = [name for name in files.tensors if name.startswith(begin)]
+            state = {name.removeprefix(begin): files.tensors[name] for name in names}
+            assert set(state) == set(compressor.compression_param_names(scheme))
+            result = compressor.decompress(state, scheme)["weight"].float()
             # They give bfloat16, in which all of it is exact but the scale of an NVFP4 tensor.
-            tolerance = 2.0**-8 if recipe == "nvfp4" else 0.0
-            torch.testing.assert_close(
-                decompressed_weight.float(), module.select(exact_weight), rtol=tolerance, atol=0
-            )
+            rtol = 2.0**-8 if recipe == "nvfp4" else 0.0
+            torch.testing.assert_close(result, module.select(weight), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -378,44 +370,29 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
         ("delayed", torch.float32, "arcee", False),
         ("current", torch.bfloat16, "llama", True),
         ("block", torch.float32, "llama", False),
-        ("mxfp8", torch.bfloat16, "qwen3", True),
         ("nvfp4", torch.float32, "qwen3", True),
-        ("mxfp4", torch.bfloat16, "llama", False),
-        ("mxfp6_e2m3", torch.float32, "arcee", False),
+        ("mxfp6_e2m3", torch.bfloat16, "arcee", False),
     ],
 )
 @pytest.mark.full
 def test_transformers_runs_every_export_as_it_loads_it_by_default(
     recipe, name, dtype, tied, tmp_path
 ):
-    config = MODELS[name].model_copy(update={"tied": tied})
-    if recipe == "delayed":
-        _, source = trained(config, recipe)
-        source = replace(source, dtype=dtype)
-    else:
-        plan = plan_for(config, recipe, CPU).to_json()
-        source = source_of(random_model(config), plan=plan, dtype=dtype)
-    folder = exported(tmp_path / "x", source)
-    hf_model = loaded(folder)
+    source = replace(
+        trained(MODELS[name].model_copy(update={"tied": tied}), recipe)[1], dtype=dtype
+    )
+    files = quantized_files(source, None)
+    replace_folder(tmp_path / "x", files)
+    hf_model = loaded(tmp_path / "x")
     expected = torch.bfloat16 if recipe in PACKED else dtype
     assert hf_model.dtype == expected
-    x = tokens(config.vocabulary)
-    hf_logits = logits(hf_model, x)
+    hf_logits = logits(hf_model, tokens(source.config.vocabulary))
     assert hf_logits.dtype == expected
     assert hf_logits.isfinite().all()
-    exact = decompressed(folder, dtype=torch.float32).state_dict()
-    weight = "model.layers.1.mlp.down_proj.weight"  # decompressed by the first pass
-    # bfloat16 represents only scales exactly that are powers of 2.
-    rounded = expected == torch.bfloat16 and recipe not in ("mxfp4", "mxfp6_e2m3")
-    tolerance = 2.0**-6 if rounded else 0.0
-    expected_weight = hf_model.state_dict()[weight].float()
-    torch.testing.assert_close(expected_weight, exact[weight].float(), rtol=tolerance, atol=0)
     # Weights that are not quantized are in the file, bitwise, in the requested dtype.
-    head = hf_model.get_input_embeddings().weight
-    expected_weight = source.weights["embedding.weight"].to(dtype)
-    assert torch.equal(head, expected_weight.to(expected))
-    stored = safetensors.torch.load_file(folder / "model.safetensors")
-    assert torch.equal(stored["model.embed_tokens.weight"], expected_weight)
+    embedding = source.weights["embedding.weight"].to(dtype)
+    assert torch.equal(hf_model.get_input_embeddings().weight, embedding.to(expected))
+    assert torch.equal(files.tensors["model.embed_tokens.weight"], embedding)
 
 
 MX_INPUT = {"input": {"format": "e2m1", "block": [1, 32], "scale": "e8m0"}}
