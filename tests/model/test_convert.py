@@ -228,7 +228,7 @@ def test_ties_stay_ties_also_after_a_step():
 
 def one_linear(kind, inputs, outputs, bias=True):
     """A model of one linear, called "linear"."""
-    layer = nn.Linear(inputs, outputs, bias)
+    layer: Any = nn.Linear(inputs, outputs, bias)
     if kind == "conv1d":
         from transformers.pytorch_utils import Conv1D
 
@@ -324,6 +324,8 @@ def test_a_model_may_call_itself():
 
 def test_a_frozen_part_of_a_model_gets_scales():
     class Headed(MLP):
+        top: nn.Module
+
         def forward(self, x):
             with torch.no_grad():
                 x = super().forward(x)
@@ -332,8 +334,8 @@ def test_a_frozen_part_of_a_model_gets_scales():
     plain = Headed()
     plain.top = nn.Linear(32, 32)
     model = convert(copy.deepcopy(plain), plan())
-    for part in (model.up, model.down):
-        part.requires_grad_(False).eval()
+    for linear in (model.up, model.down):
+        linear.requires_grad_(False).eval()
     for step in range(3):
         model(normal(8, 32, seed=step, std=1e3)).sum().backward()
     x = normal(8, 32, std=1e3)

@@ -240,9 +240,9 @@ def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
 def test_torch_jit_and_fx_are_refused_in_a_line(recipe):
     x = normal(8, 32)
     model = converted(recipe)
-    for part in (model, model[0]):
-        assert "traced by torch.jit: use torch.compile" in refusal(torch.jit.trace, part, x)
-        assert "compiled by torch.jit: use torch.compile" in refusal(torch.jit.script, part)
+    for module in (model, model[0]):
+        assert "traced by torch.jit: use torch.compile" in refusal(torch.jit.trace, module, x)
+        assert "compiled by torch.jit: use torch.compile" in refusal(torch.jit.script, module)
     assert "torch.fx: trace the model first" in refusal(torch.fx.symbolic_trace, model)
     assert torch.equal(torch.jit.trace(in_bf16 := converted("bf16", "auto"), x)(x), in_bf16(x))
     traced = torch.fx.symbolic_trace(plain())

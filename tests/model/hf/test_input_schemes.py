@@ -49,7 +49,7 @@ def test_static_inputs_have_one_scale_and_those_of_deepseeks_scheme_follow_the_w
             inputs_of_group(FP8 | {"strategy": "group", "group_size": 64, "dynamic": True}),
             "group_size = 64",
         ),
-        (inputs_of_group("token"), "input_activations that are no table"),  # type: ignore[arg-type]
+        (inputs_of_group("token"), "input_activations that are no table"),
         (inputs_of_fp8({"activation_scheme": "static"}, BLOCKS), "with activation_scheme = static"),
         (inputs_of_fp8({}, Quantizer(block=(32, 32))), "blocks of (32, 32)"),
     ],

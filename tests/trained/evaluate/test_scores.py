@@ -93,9 +93,9 @@ def test_windows_and_context_are_as_asked_and_gemms_that_ran_are_counted(run):
 
 def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT.swapcase(), encoding="utf-8")
-    own = run.parent / "text.txt"
-    moved = Path(shutil.copy(own, tmp_path / "moved.txt"))
-    for path, text in ((own, ""), (moved, ""), (tmp_path / "other.txt", TEXT.swapcase())):
+    of_run = run.parent / "text.txt"
+    moved = Path(shutil.copy(of_run, tmp_path / "moved.txt"))
+    for path, text in ((of_run, ""), (moved, ""), (tmp_path / "other.txt", TEXT.swapcase())):
         (score,) = scores(run, recipes=["fp32"], data=str(path))
         expected = by_hand(run, "fp32", windows_of(run, whole_text=text))
         np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)

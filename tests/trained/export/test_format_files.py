@@ -18,10 +18,9 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, load_config
 from fp8stack.common import io
 from fp8stack.model.hf import layout_of
-from fp8stack.trained.export import writing
 from fp8stack.trained.export.format_files import hf_files, safetensors_files
 from fp8stack.trained.export.writing import replace_folder, require_room
-from tests.conftest import contents, refusal
+from tests.conftest import refusal
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.backend_models import same
 from tests.support.hf_models import (
@@ -171,22 +170,6 @@ def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(run, command,
     assert "'thesis.txt', which no export wrote" in capsys.readouterr().err
     assert Path("x/model.toml").exists()
     assert "which no export wrote" in refusal(require_room, run, overwrite=True)
-
-
-def test_a_full_disk_leaves_the_old_export_and_no_litter(run, command, monkeypatch, capsys):
-    assert command("export", str(run), "--out", "x") == 0
-    before = contents(Path("x"))
-
-    def full(path: Path, content: bytes):
-        path.write_bytes(content[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writing, "write_flushed", full)
-    capsys.readouterr()
-    assert command("export", str(run), "--out", "x", "--overwrite") == 4
-    assert "the disk is full" in capsys.readouterr().err
-    assert contents(Path("x")) == before
-    assert [path.name for path in Path().iterdir()] == ["x"]
 
 
 def test_a_rename_that_fails_puts_the_old_export_back(run, command, monkeypatch):
