@@ -133,44 +133,6 @@ def test_an_attribute_that_a_converted_layer_needs_is_not_taken_from_its_owner()
     assert replaced(model) == []
 
 
-# Heads
-
-
-class Headed(nn.Module):
-    """Blocks between an embedding and what `heads` gives."""
-
-    def __init__(self, tie: str = "", **heads: nn.Module) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(96, 32), nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList([MLP(), MLP(32, 96)])
-        for name, head in heads.items():
-            self.add_module(name, head)
-        if tie:
-            self.get_submodule(tie).weight = self.embedding.weight
-
-
-def linears(*sizes: tuple[int, int]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(*size) for size in sizes))
-
-
-@pytest.mark.parametrize(
-    ("make", "heads"),
-    [
-        (lambda: nn.ModuleDict({"model": gpt2(), "value": nn.Linear(32, 1)}), ["model.lm_head"]),
-        (lambda: Headed(logits=linears((32, 32), (32, 96))), ["logits.1"]),
-        (lambda: Headed(classifier=linears((32, 32), (32, 16))), ["classifier.0", "classifier.1"]),
-        (lambda: Headed(tie="blocks.1.up"), ["blocks.1.up"]),
-        (lambda: Headed(proj=nn.Linear(32, 64)), []),
-    ],
-)
-def test_what_gives_logits_is_a_head_whatever_its_name(make, heads):
-    model = convert(make(), plan())
-    unquantized = {layer.name for layer in model.fp8_plan.layers if not layer.fp8}
-    assert unquantized == set(heads)
-    for head in heads:
-        assert reason(model, head) == "unchanged, the recipe says head = false"
-
-
 # Weights that are no parameter of the layer
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fp8stack import convert, load_recipe, resolve
-from fp8stack.model.experts import find_mixtures, find_routers
 from tests.model.test_convert import in_fp8, plan_in, replaced
 from tests.support.backend_models import CPU
 
@@ -165,28 +164,6 @@ def test_the_headline_counts_experts_by_the_tokens_that_they_get(name, share, un
     assert {layer.active for layer in experts if "shared" not in layer.name} == {share}
     (headline,) = (line for line in plan.summary() if line.startswith("FP8: "))
     assert f"% of GEMM {unit} (" in headline
-
-
-DENSE: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 8},
-    "T5ForConditionalGeneration": {"d_model": WIDTH, "d_kv": 32, "d_ff": 96, "num_layers": 2,
-                                   "num_heads": 2, "feed_forward_proj": "gated-gelu"},
-    "BertForMaskedLM": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_models_have_no_routers_though_they_have_gates(name):
-    model = family(name, **DENSE[name])
-    mixtures = find_mixtures(model)
-    shapes = {
-        path: (m.in_features, m.out_features)
-        for path, m in model.named_modules()
-        if isinstance(m, nn.Linear)
-    }
-    assert mixtures == []
-    assert find_routers(model, shapes, mixtures) == set()
 
 
 # Models of others

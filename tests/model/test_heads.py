@@ -58,3 +58,9 @@ def test_all_layers_of_a_head_outside_the_blocks_are_heads():
     model = nn.ModuleDict({"body": nn.Linear(64, 32), "table": table, "head": several})
     model["blocks"] = blocks
     assert heads(model) == {"head.0", "head.2"}
+    # A layer of another width than the vocabulary is none, one with the embedding's weight is.
+    wide = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(64, 50)})])
+    tied = nn.ModuleDict({"table": table, "blocks": wide, "proj": nn.Linear(64, 96)})
+    assert heads(tied) == set()
+    tied.get_submodule("blocks.0.up").weight = table.weight
+    assert heads(tied) == {"blocks.0.up"}

@@ -258,13 +258,6 @@ def test_layers_are_left_out_as_the_requested_recipe_says(run, tmp_path):
 # Bad input
 
 
-def test_a_recipes_name_is_no_folder_unless_the_user_says_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text('like = "current"\n')
-    run = trained(tmp_path, recipe="mine.toml", out="mine")
-    assert scores(run)[0].recipe == "mine"
-
-
 def test_all_runs_are_tried_before_the_first_is_evaluated(run, monkeypatch):
     monkeypatch.setattr(scoring, "nats_of", pytest.fail)
     assert "No run and no checkpoint at 'nothing'" in refusal(scores, run, "nothing")
