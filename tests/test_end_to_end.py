@@ -16,6 +16,8 @@ import transformers
 import fp8stack
 from tests.conftest import exit_code, metrics
 
+pytestmark = pytest.mark.full
+
 PROMPT = "Once there was a number"
 RUN = """
     pretrain --recipe delayed --data tokens --steps 60 --batch 8 --context 64 --lr 3e-3
@@ -40,7 +42,6 @@ def printed(*words: str) -> str:
     return text.getvalue()
 
 
-@pytest.mark.full
 def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -12,21 +12,22 @@ from torch import nn
 
 import fp8stack
 from fp8stack.common.errors import UserError
-from tests.conftest import TINY
+from tests.conftest import TINY, exit_code
 from tests.docs.docs_commands import ROOT
 
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 VALUES = {"Recipe", "FORMATS"}  # not classes or functions: Python keeps no docstring for them
 
 
-@pytest.fixture
-def run(command, capsys):
-    assert command("pretrain", *TINY, "--recipe", "current", "--steps", "2", "--out", "run") == 0
-    capsys.readouterr()
-    return "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    out = str(tmp_path_factory.mktemp("library") / "run")
+    assert exit_code("pretrain", *TINY, "--recipe", "current", "--steps", "2", "--out", out) == 0
+    return out
 
 
 def test_generate_is_the_text_that_the_command_prints(run, command, capsys):
+    capsys.readouterr()
     text = fp8stack.generate(run, "def ", tokens=20, seed=3, temperature=0.5)
     assert fp8stack.generate(run, "def ", tokens=20, seed=4, temperature=0.5) != text
     words = ["--tokens", "20", "--seed", "3", "--temperature", "0.5"]
@@ -46,12 +47,6 @@ def test_evaluate_gives_the_losses_of_recipes_on_the_same_windows(run):
     assert current.perplexity == math.exp(current.loss)
 
 
-def test_export_writes_a_folder(run, tmp_path):
-    line, _ = fp8stack.export(run, "safetensors", tmp_path / "out")
-    assert "parameters" in line
-    assert list((tmp_path / "out").glob("*.safetensors"))
-
-
 def test_a_model_is_converted_by_a_recipes_name():
     named, planned = (nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in "ab")
     planned.load_state_dict(named.state_dict())
@@ -62,15 +57,6 @@ def test_a_model_is_converted_by_a_recipes_name():
     assert torch.equal(named(x), planned(x))
     with pytest.raises(UserError, match="Did you mean 'mxfp8'"):
         fp8stack.convert(nn.Sequential(nn.Linear(32, 32)), "mxpf8")
-
-
-@pytest.mark.parametrize("name", ["generate", "evaluate", "export"])
-def test_the_names_are_functions_whatever_is_imported(name):
-    import fp8stack.trained.evaluate
-    import fp8stack.trained.export
-    import fp8stack.trained.generate
-
-    assert callable(getattr(fp8stack, name))
 
 
 @pytest.mark.parametrize("module", [fp8stack, fp8stack.numerics], ids=lambda m: m.__name__)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import fp8stack
@@ -17,14 +16,11 @@ BATCH, CONTEXT = 4, 16
 
 def gpt2(recipe: str | None, seed: int = 0) -> Any:
     """A GPT-2 of transformers, converted if there is a recipe. The seed of all that follows."""
+    import transformers
+
     transformers.set_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_positions": CONTEXT,
-        "n_embd": 32,
-        "n_layer": 1,
-        "n_head": 2,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": CONTEXT, "n_embd": 32}
+    sizes |= {"n_layer": 1, "n_head": 2}
     still: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **still, **ends))

@@ -18,12 +18,8 @@ from fp8stack import UserError, fp8_state
 from fp8stack.integrations.lightning import FP8Precision
 from tests.integrations.loops import RECIPES, adamw, converted, gpt2, tokens
 from tests.support.backend_models import same
-from tests.support.expert_loops import experts_of
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # few workers, no logger
-]
+pytestmark = pytest.mark.full
 
 
 class Lit(pl.LightningModule):
@@ -46,13 +42,17 @@ class Lit(pl.LightningModule):
         return adamw(self)
 
 
+def trainer_of(recipe: str | None, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[FP8Precision(recipe)] if recipe else None, **options,
+    )  # fmt: skip
+
+
 def fit(lit: Lit, folder: Path, recipe: str | None, epochs: int, resume: Path | None = None) -> Any:
     """An epoch has three steps."""
-    trainer = pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        plugins=[FP8Precision(recipe)] if recipe else None,
-    )  # fmt: skip
+    options: dict[str, Any] = {"enable_checkpointing": False, "default_root_dir": folder}
+    trainer = trainer_of(recipe, max_epochs=epochs, **options)
     steps: Any = [tokens(step) for step in range(3)]
     trainer.fit(lit, DataLoader(steps, batch_size=None), ckpt_path=resume and str(resume))
     return trainer
@@ -91,10 +91,7 @@ def best_of(folder: Path, weights_only: bool = False) -> tuple[pl.Trainer, Lit, 
     keep = ModelCheckpoint(
         folder, monitor="val_loss", mode="max", filename="best", save_weights_only=weights_only
     )
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[keep], plugins=[FP8Precision("delayed")],
-    )  # fmt: skip
+    trainer = trainer_of("delayed", max_epochs=2, callbacks=[keep])
     batches: Any = [tokens(step) for step in range(3)]
     lit, steps = Lit(gpt2(None)), DataLoader(batches, batch_size=None)
     trainer.fit(lit, steps, steps)
@@ -110,13 +107,7 @@ def test_the_best_checkpoint_is_evaluated_with_its_own_state(tmp_path, caplog):
     assert trainer.validate(lit, steps, ckpt_path="best")[0]["val_loss"] == best
     assert same(fp8_state(lit), saved)
     fresh = Lit(gpt2(None, seed=1))  # evaluated without training
-    again = pl.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        plugins=[FP8Precision("delayed")],
-    )
-    result = again.validate(fresh, steps, ckpt_path=tmp_path / "best.ckpt")
+    result = trainer_of("delayed").validate(fresh, steps, ckpt_path=tmp_path / "best.ckpt")
     assert result[0]["val_loss"] == best
     assert same(fp8_state(fresh), saved)
     assert "FP8 state" not in caplog.text
@@ -179,9 +170,3 @@ def test_which_modules_are_converted_can_be_said(caplog):
     with pytest.raises(UserError, match="Wrap them in a module"):
         FP8Precision(plan).convert_module(bare)
     assert torch.equal(bare.head(torch.zeros(1, 32)), bare.head.bias[None])
-
-
-def test_a_module_whose_only_layers_are_experts_is_converted():
-    lit = Lit(nn.ModuleDict({"experts": experts_of("MixtralExperts")}))
-    FP8Precision("delayed").convert_module(lit)
-    assert [layer.fp8 for layer in lit.model.fp8_plan.layers] == [True, True]

@@ -8,87 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import fp8stack
-from tests.integrations.loops import tokens
+from tests.integrations.loops import gpt2, language_loss
 from tests.support.backend_models import same
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-WIDTH, HEADS, CONTEXT, VOCABULARY = 32, 2, 16, 64
-
-
-class Block(nn.Module):
-    """Attention with q, k and v in one linear, and an MLP; no biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = (nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
-        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.GELU(),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            projected.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
-            for projected in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(y.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.ln_2(x))
-
-
-class NanoGPT(nn.Module):
-    """Two blocks, and a head that is tied to the token embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(2))
-        self.ln_f = nn.LayerNorm(WIDTH, bias=False)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.wte(idx) + self.wpe.weight[: idx.shape[1]]
-        for block in self.h:
-            x = block(x)
-        logits = self.lm_head(self.ln_f(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def configure_optimizers(self) -> torch.optim.AdamW:
-        """Weight decay for matrices alone."""
-        parameters = list(self.parameters())
-        decayed = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1}
-        undecayed = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
-        return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95))
-
-
-def batch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-    ids = tokens(10 * step + micro_step)
-    return ids[:, :-1], ids[:, 1:]
 
 
 @torch.no_grad()
 def estimate_loss(model: nn.Module) -> float:
     model.eval()
-    loss = torch.stack([model(*batch(100, k))[1] for k in range(2)]).mean().item()
+    loss = torch.stack([language_loss(model, 1000 + k) for k in range(2)]).mean().item()
     model.train()
     return loss
 
 
 def train(
     path: Path, recipe: str, *, resume: bool = False, compiled: bool = False
-) -> tuple[NanoGPT, list[float]]:
+) -> tuple[Any, list[float]]:
     """Steps 0 to 5, or 3 to 5 from the checkpoint that an earlier run saved before step 3."""
-    torch.manual_seed(5 if resume else 0)
-    raw_model, first = NanoGPT(), 0
+    raw_model, first = gpt2(None, seed=5 if resume else 0), 0
     checkpoint: dict[str, Any] = {}
     if resume:
         checkpoint = torch.load(path, weights_only=True)
@@ -99,7 +38,9 @@ def train(
     fp8stack.convert(raw_model, plan)  # added
     if resume:
         fp8stack.load_fp8_state(raw_model, checkpoint["fp8"])  # added
-    optimizer = raw_model.configure_optimizers()
+    decayed = {"params": [p for p in raw_model.parameters() if p.dim() >= 2], "weight_decay": 0.1}
+    undecayed = {"params": [p for p in raw_model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95))
     if resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
     model: Any = torch.compile(raw_model) if compiled else raw_model
@@ -109,17 +50,11 @@ def train(
             group["lr"] = 3e-3 * (1 + math.cos(math.pi * step / 6)) / 2
         losses.append(estimate_loss(model))
         if step == 3 and not resume:
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "iter_num": step,
-                    "fp8": fp8stack.fp8_state(model),  # added
-                },
-                path,
-            )
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            saved |= {"iter_num": step, "fp8": fp8stack.fp8_state(model)}  # added
+            torch.save(saved, path)
         for micro_step in range(2):
-            loss = model(*batch(step, micro_step))[1]
+            loss = language_loss(model, 10 * step + micro_step)
             losses.append(loss.item())
             (loss / 2).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -142,7 +77,7 @@ def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, c
     model, losses = train(tmp_path / "ckpt.pt", recipe, compiled=compiled)
     assert len(losses) == 18
     assert all(map(math.isfinite, losses))
-    assert model.wte.weight is model.lm_head.weight
+    assert model.transformer.wte.weight is model.lm_head.weight
     plan = fp8stack.plan_of(model)
     assert [layer.name for layer in plan.layers if not layer.fp8] == ["lm_head"]
     again, resumed_losses = train(tmp_path / "ckpt.pt", recipe, resume=True, compiled=compiled)

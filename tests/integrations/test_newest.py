@@ -65,7 +65,7 @@ def passes(python: Path, folder: Path, *arguments: str) -> None:
 def test_the_tests_of_the_integrations_pass(newest, tmp_path):
     names = ("fp8_state", "transformers", "lightning", "models")
     files = [str(ROOT / "tests" / "integrations" / f"test_{name}.py") for name in names]
-    passes(newest, tmp_path, *files, "-k", "not litgpt and not torchtitan")
+    passes(newest, tmp_path, *files, "-m", "not slow")
 
 
 def test_the_examples_run(newest, tmp_path):

@@ -14,8 +14,6 @@ from tests.integrations.loops import converted
 from tests.support.backend_models import normal, same
 from tests.support.te import te_stand_in
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LENGTH = 16  # amax histories
 LAYERS = {"proj": ["out"], "mlp": ["up", "down"]}
 

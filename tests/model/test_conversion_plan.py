@@ -64,13 +64,8 @@ def test_an_emulated_layer_that_no_gpu_takes_in_fp8_is_noted():
 
 def test_bad_input_is_named():
     assert "takes a model" in refusal(fp8stack.plan, "delayed")
-    assert "Did you mean 'delayed'" in refusal(fp8stack.plan, model(), "delyaed")
     assert "No GPU has compute capability 9.9" in refusal(
         lambda: fp8stack.plan(model(), "delayed", capability="9.9")
     )
-    assert "matches" in refusal(lambda: fp8stack.plan(model(), "delayed", exclude="*.nothing"))
-
-
-def test_a_converted_model_is_not_planned_again():
     converted = fp8stack.convert(model(), resolve("delayed", Hardware("cpu")))
     assert "converted already" in refusal(fp8stack.plan, converted)

@@ -6,7 +6,6 @@ import argparse
 import copy
 import functools
 import logging
-import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from fp8stack import (
     Hardware,
@@ -29,11 +25,9 @@ from fp8stack import (
     load_recipe,
     resolve,
 )
-from fp8stack.layers import torch as torch_backend
 from fp8stack.precision import Plan
 from tests.support.backend_models import (
     CPU,
-    OPERANDS,
     PER_TENSOR,
     RECIPES,
     filled,
@@ -43,17 +37,11 @@ from tests.support.backend_models import (
     same,
     scales,
 )
-from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, oracle
 from tests.support.gemm_oracle import normal as columns
 
 TURING, AMPERE, HOPPER = (Hardware("cuda", c) for c in ((7, 5), (8, 0), (9, 0)))
 RUNS = [*((r, "emulate") for r in RECIPES), *((r, "torch") for r in PER_TENSOR)]
-
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
 
 
 def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **options):
@@ -63,6 +51,8 @@ def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **opti
 
 def gpt2(layers=2, **options):
     """Conv1D linears and a head that is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config: dict[str, Any] = {"vocab_size": 256, "n_positions": 32, "n_layer": layers}
     config |= {"bos_token_id": 0, "eos_token_id": 0, "n_head": 2, "n_embd": 32} | options
@@ -71,13 +61,12 @@ def gpt2(layers=2, **options):
 
 
 def llama(layers=2):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=32, num_hidden_layers=layers, intermediate_size=64,
-            num_attention_heads=2, num_key_value_heads=1,
-        )
-    )  # fmt: skip
+    config: dict[str, Any] = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": layers}
+    config |= {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**config))
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}
@@ -191,18 +180,8 @@ def relative(tensor: Tensor, reference: Tensor) -> float:
 # A converted model is the same model
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_in_fp32_nothing_changes_not_a_bit(make):
-    model, plain = convert(make(), plan("fp32")), make()
-    assert replaced(model) == []
-    assert torch.equal(model(batch(0)).logits, plain(batch(0)).logits)
-    assert train(model, range(2)) == train(plain, range(2))
-    assert same(gradients(model), gradients(plain))
-    assert fp8_state(model) == {}
-
-
 @pytest.mark.parametrize(
-    ("recipe", "backend"), [("delayed", "emulate"), ("current", "torch"), ("bf16", "auto")]
+    ("recipe", "backend"), [("delayed", "emulate"), ("bf16", "auto"), ("fp32", "auto")]
 )
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_names_shapes_and_values_of_the_state_dict_do_not_change(make, recipe, backend):
@@ -214,6 +193,10 @@ def test_names_shapes_and_values_of_the_state_dict_do_not_change(make, recipe, b
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameters[name] for name in parameters)
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    if recipe == "fp32":
+        assert replaced(model) == []
+        assert train(model, range(2)) == train(plain, range(2))
+        assert same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -230,9 +213,8 @@ def test_the_linears_of_blocks_run_in_fp8_and_the_head_does_not(backend, hardwar
     assert chosen.layers == ()  # a plan serves several models
 
 
-@pytest.mark.parametrize("head", [False, True])
-def test_ties_stay_ties_also_after_a_step(head):
-    model = convert(gpt2(), plan(head=head))
+def test_ties_stay_ties_also_after_a_step():
+    model = convert(gpt2(), plan(head=True))
     before = model.lm_head.weight.detach().clone()
     train(model, range(2))
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -241,62 +223,16 @@ def test_ties_stay_ties_also_after_a_step(head):
     assert len(list(model.parameters())) == len(list(gpt2().parameters()))
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_save_pretrained_gives_a_plain_model(make, tmp_path):
-    model = convert(make(), plan())
-    train(model, range(2))
-    model.save_pretrained(tmp_path)
-    loaded, bare = type(model).from_pretrained(tmp_path), make()
-    assert replaced(loaded) == []
-    assert same(loaded.state_dict(), model.state_dict())
-    bare.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(batch(0)).logits, bare.eval()(batch(0)).logits)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_load_both_ways(assign):
-    plain, model = gpt2(), convert(gpt2(), plan("current"))
-    train(plain, range(1))
-    twin = convert(copy.deepcopy(plain), plan("current"))
-    model.load_state_dict(plain.state_dict(), assign=assign)
-    assert torch.equal(model(batch(1)).logits, twin(batch(1)).logits)
-    back = gpt2()
-    back.load_state_dict(model.state_dict(), assign=assign)
-    assert torch.equal(back(batch(1)).logits, plain(batch(1)).logits)
-
-
-# It learns
-
-
-@functools.cache
-def losses(make, recipe, backend) -> float:
-    """The mean of the last 20 losses of 100 steps."""
-    model = convert(make(layers=1), plan(recipe, backend))
-    return sum(train(model, range(100), rows=16)[-20:]) / 20
-
-
-@pytest.mark.parametrize(
-    ("make", "recipe", "backend"),
-    [
-        case(gpt2, "delayed", "emulate", quick=False),
-        case(gpt2, "mxfp8", "emulate", quick=False),
-        case(llama, "delayed", "torch", quick=True),
-    ],
-)
-def test_losses_stay_within_one_percent_of_fp32(make, recipe, backend):
-    loss, expected = losses(make, recipe, backend), losses(make, "fp32", "auto")
-    assert expected < 3.2  # it began at 5.5
-    assert loss == pytest.approx(expected, rel=0.01)
-    assert loss != expected
-
-
 # The numbers of one linear
 
 
 def one_linear(kind, inputs, outputs, bias=True):
     """A model of one linear, called "linear"."""
-    layer = Conv1D(outputs, inputs) if kind == "conv1d" else nn.Linear(inputs, outputs, bias)
+    layer: Any = nn.Linear(inputs, outputs, bias)
+    if kind == "conv1d":
+        from transformers.pytorch_utils import Conv1D
+
+        layer = Conv1D(outputs, inputs)
     with torch.no_grad():
         layer.weight.copy_(columns(*layer.weight.shape, seed=1))
         if layer.bias is not None:
@@ -330,53 +266,19 @@ def test_a_first_step_equals_a_float64_oracle(kind, recipe, backend):
 # Delayed scaling, with no call of ours in the loop
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_micro_batch_records_every_operand_and_each_weight_once_a_step(name, backend):
-    model = convert(MODELS[name](), plan("delayed", backend))
-    names = {f"{path}.{operand}" for path in IN_FP8[name] for operand in OPERANDS}
-    assert fp8_state(model).keys() == {f"{n}.{k}" for n in names for k in ("amax_history", "scale")}
-    assert set(scales(model).values()) == {1.0}
-    optimizer = adamw(model)
-    for step in range(1, 3):
-        optimizer.zero_grad()
-        for micro_batch in range(2):
-            (loss_of(model, 2 * step + micro_batch) / 2).backward()
-        optimizer.step()
-        for path in IN_FP8[name]:
-            assert filled(model, path) == [2 * step, step, 2 * step]
-    assert all(value != 1.0 and math.isfinite(value) for value in scales(model).values())
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_the_checkpointing_of_transformers_changes_nothing(backend, reentrant):
-    plain, frugal = (convert(gpt2(), plan("delayed", backend)) for _ in range(2))
-    frugal.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for step in range(3):
-        for model in (plain, frugal):
-            loss_of(model, step).backward()
-        assert same(gradients(plain), gradients(frugal))
-        assert same(fp8_state(plain), fp8_state(frugal))
-    assert filled(frugal, "transformer.h.0.mlp.c_fc")[0] == 3
-
-
-@pytest.mark.parametrize("use", ["generate", "evaluate"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_generation_and_evaluation_in_between_change_no_state(make, use):
+def test_generation_and_evaluation_in_between_change_no_state(make):
     model, twin = convert(make(), plan()), convert(make(), plan())
     optimizers = [adamw(model), adamw(twin)]
     for step in range(2):
         assert train(model, [step], optimizers[0]) == train(twin, [step], optimizers[1])
         before = fp8_state(model)
-        if use == "generate":  # in train mode, as it is called from a training loop
-            rows = model.generate(batch(0, rows=1)[:, :5], max_new_tokens=4, do_sample=False)
-            assert rows.shape[0] == 1
-        else:
-            model.eval()
-            with torch.no_grad():
-                loss_of(model, 9)
-            model.train()
+        # In train mode, as it is called from a training loop.
+        model.generate(batch(0, rows=1)[:, :5], max_new_tokens=4, do_sample=False)
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 9)
+        model.train()
         assert same(before, fp8_state(model))
     assert same(fp8_state(model), fp8_state(twin))
 
@@ -420,49 +322,25 @@ def test_a_model_may_call_itself():
     assert filled(model, "up")[2] == 1
 
 
-@pytest.mark.parametrize("frozen_by", ["no_grad", "eval"])
-def test_a_frozen_part_of_a_model_gets_scales(frozen_by):
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.top = MLP(), nn.Linear(32, 32)
+def test_a_frozen_part_of_a_model_gets_scales():
+    class Headed(MLP):
+        top: nn.Module
 
         def forward(self, x):
-            with torch.set_grad_enabled(frozen_by != "no_grad"):
-                x = self.body(x)
+            with torch.no_grad():
+                x = super().forward(x)
             return self.top(x)
 
     plain = Headed()
+    plain.top = nn.Linear(32, 32)
     model = convert(copy.deepcopy(plain), plan())
-    model.body.requires_grad_(False).train(frozen_by != "eval")
+    for linear in (model.up, model.down):
+        linear.requires_grad_(False).eval()
     for step in range(3):
         model(normal(8, 32, seed=step, std=1e3)).sum().backward()
     x = normal(8, 32, std=1e3)
     with torch.no_grad():
-        assert relative(model.body(x), plain.body(x)) < 0.1
-
-
-def test_reentrant_checkpointing_of_a_layer_that_is_used_twice_changes_nothing():
-    class Twice(nn.Module):
-        def __init__(self, frugal) -> None:
-            super().__init__()
-            self.block, self.frugal = MLP(), frugal
-
-        def forward(self, x):
-            for _ in range(2):
-                x = x + (
-                    checkpoint(self.block, x, use_reentrant=True) if self.frugal else self.block(x)
-                )
-            return x
-
-    plain, frugal = convert(Twice(False), plan()), convert(Twice(True), plan())
-    frugal.load_state_dict(plain.state_dict())
-    for model in (plain, frugal):
-        for step in range(2):
-            model.zero_grad()
-            model(normal(8, 32, seed=step).requires_grad_()).pow(2).sum().backward()
-    assert same(gradients(plain), gradients(frugal))
-    assert same(fp8_state(plain), fp8_state(frugal))
+        assert relative(MLP.forward(model, x), MLP.forward(plain, x)) < 0.1
 
 
 # Dtypes
@@ -488,40 +366,16 @@ def test_autocast_rounds_the_output_and_nothing_inside(recipe, backend, dtype):
     assert same(fp8_state(model), fp8_state(twin))
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("way", ["autocast", "bfloat16 before", "half after", "double after"])
-def test_whole_models_train_in_another_dtype_and_under_autocast(way, make):
-    plain, model = make(), make()
-    dtype, _, when = way.partition(" ")
-    for trained in (plain, model):
-        if when == "before":
-            getattr(trained, dtype)()
-        if trained is model:
-            convert(model, plan())
-        if when == "after":
-            getattr(trained, dtype)()
-    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        output, expected = (
-            trained(input_ids=batch(0), labels=batch(0)) for trained in (model, plain)
-        )
-    assert output.logits.dtype == expected.logits.dtype
-    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
-    output.loss.backward()
-    assert {p.grad.dtype for p in model.parameters()} == {model.dtype}
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-    assert filled(model, IN_FP8[make.__name__][0])[1:] == [1, 1]
-    with torch.autocast("cpu", torch.bfloat16):  # which does not touch float64
-        x = normal(8, 32).double()
-        assert convert(MLP().double(), plan())(x).dtype == torch.float64
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     ("recipe", "backend", "kind"),
     [*((*run, "linear") for run in RUNS), ("current", "emulate", "conv1d")],
 )
 def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend, dtype):
-    model = convert(one_linear(kind, 32, 64), plan(recipe, backend)).to(dtype)
+    linear = one_linear(kind, 32, 64)
+    if kind == "conv1d":
+        linear.to(dtype)  # before it is converted
+    model = convert(linear, plan(recipe, backend)).to(dtype)
     twin = convert(one_linear(kind, 32, 64), plan(recipe, backend))
     twin.load_state_dict(model.state_dict())
     x, dy = normal(8, 32).to(dtype).requires_grad_(), normal(8, 64, seed=1).to(dtype)
@@ -559,9 +413,8 @@ def test_compiled_code_computes_what_the_eager_model_does(compiles_all):
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("delayed", "emulate"), ("block", "emulate"), ("delayed", "torch"), ("current", "torch"),
-     ("fp32", "auto"), ("bf16", "auto")],
-)  # fmt: skip
+    [("delayed", "emulate"), ("block", "emulate"), ("delayed", "torch"), ("bf16", "auto")],
+)
 def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, backend, tmp_path):
     model, twin = (convert(gpt2(), plan(recipe, backend)) for _ in range(2))
     for trained in (model, twin):
@@ -577,24 +430,6 @@ def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, bac
         assert same(fp8_state(copied), fp8_state(twin))
     assert same(weights, model.state_dict())
     assert same(state, fp8_state(model))
-
-
-# Inputs
-
-
-@pytest.mark.parametrize(("recipe", "backend"), RUNS)
-def test_inputs_of_any_shape_work_by_place_and_by_name(recipe, backend):
-    class Named(MLP):
-        def forward(self, x):
-            return self.down(input=F.gelu(self.up(input=x)))
-
-    model = convert(Named(), plan(recipe, backend))
-    for shape in ((32,), (0, 32), (2, 0, 32), (2, 3, 5, 32)):
-        x = normal(*shape).requires_grad_()
-        y = model(x=x)
-        y.sum().backward()
-        assert y.shape == x.grad.shape == shape
-        assert torch.isfinite(grad(model.up.weight)).all()
 
 
 # Layers that are not converted, and the reasons
@@ -620,41 +455,21 @@ def test_attention_of_torch_keeps_the_linear_that_it_never_calls():
     assert relative(convert(copy.deepcopy(plain), plan("current"))(x), plain(x)) > 1e-3
 
 
-def test_a_subclass_of_conv1d_is_converted_if_it_inherits_forward():
-    class Named(Conv1D):
-        pass
-
-    class Doubled(Conv1D):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model = convert(nn.Sequential(Doubled(64, 32), Named(32, 64)), plan("current"))
-    assert replaced(model) == ["1"]
-    assert reason(model, "0").startswith("unchanged, a Doubled has a forward of its own")
-    plain = Conv1D(32, 64)
-    plain.load_state_dict(model[1].state_dict())
-    assert relative(model[1](normal(8, 64)), plain(normal(8, 64))) < 0.1
-
-
 @pytest.mark.parametrize(
     ("make", "options", "exclude", "quantized", "reasons"),
     [
         (gpt2, {}, ["*.attn.*", "transformer.h.1.mlp.c_fc"],
          [n for n in IN_FP8["gpt2"] if "attn" not in n and "1.mlp.c_fc" not in n],
          {"transformer.h.0.attn.c_attn": "excluded by the pattern '*.attn.*'"}),
-        (MLP, {}, "*up", ["down"], {}),
         (llama, {"exclude": ("*.mlp.*",)}, (), [n for n in IN_FP8["llama"] if "mlp" not in n],
          {"model.layers.0.mlp.up_proj": "excluded by the pattern '*.mlp.*'"}),
         (lambda: gpt2(layers=4), {"exclude_first_blocks": 1, "exclude_last_blocks": 2}, (),
          [n for n in IN_FP8["gpt2"] if ".1." in n],
          {"transformer.h.0.mlp.c_fc": "in the first 1 block",
           "transformer.h.3.mlp.c_fc": "in the last 2 blocks"}),
-        (lambda: llama(layers=4), {"exclude_first_blocks": 1, "exclude_last_blocks": 2}, (),
-         [n for n in IN_FP8["llama"] if ".1." in n], {}),
         (Blocks, {"exclude_last_blocks": 1}, ["blocks.2.*"],  # blocks left out count as well
          [f"blocks.{i}.{linear}" for i in (0, 1) for linear in ("up", "down")], {}),
-        (lambda: shared_linear(), {}, ["b.0"], ["b.1.up", "b.1.down"], {}),
-        (lambda: shared_linear(), {}, (), ["a.0", "b.1.up", "b.1.down"], {}),
+        (lambda: nn.Sequential(*[nn.Linear(32, 32)] * 2, MLP()), {}, "*up", ["0", "2.down"], {}),
     ],
 )  # fmt: skip
 def test_what_is_excluded_stays_as_it_is_and_says_why(make, options, exclude, quantized, reasons):
@@ -666,13 +481,6 @@ def test_what_is_excluded_stays_as_it_is_and_says_why(make, options, exclude, qu
         assert reason(model, name) == f"unchanged, {expected}"
         layer, before = model.get_submodule(name), plain.get_submodule(name)
         assert type(layer) is type(before)
-
-
-def shared_linear():
-    """A linear in three places under two names; the first name counts."""
-    shared = nn.Linear(32, 32)
-    b = nn.Sequential(shared, MLP(), shared)
-    return nn.ModuleDict({"a": nn.Sequential(shared), "b": b})
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
@@ -689,11 +497,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
 @pytest.mark.parametrize(
     ("key", "setting", "usual", "hardware", "backend"),
     [
-        ("attention", "fp32", "compute", CPU, "emulate"),
-        *(
-            ("attention", kind, "compute", Hardware("cuda", (10, 0), has_te=True), "te")
-            for kind in ("mxfp8", "current", "delayed")
-        ),
+        ("attention", "current", "compute", Hardware("cuda", (10, 0), has_te=True), "te"),
         ("residual", "bf16", "fp32", CPU, "emulate"),
     ],
 )
@@ -721,19 +525,6 @@ def test_a_shape_that_the_hardware_cannot_serve_stays_and_says_so():
     assert in_fp8(convert(model(), recipe="delayed")) == ["0", "1"]  # the emulator pads
 
 
-def test_a_gpu_without_fp8_multiplies_in_bf16():
-    plain, model = gpt2(), convert(gpt2(), plan("current", hardware=AMPERE, backend="auto"))
-    assert replaced(model) == [*IN_FP8["gpt2"], "lm_head"]
-    assert in_fp8(model) == []
-    assert {layer.precision for layer in model.fp8_plan.layers} == {"bf16"}
-    x, layer = normal(4, 32), plain.transformer.h[0].attn.c_attn
-    y = model.transformer.h[0].attn.c_attn(x)
-    weight, bias = layer.weight.bfloat16(), layer.bias.bfloat16()
-    assert torch.equal(y, F.linear(x.bfloat16(), weight.t(), bias).float())
-    assert train(model, range(3))[-1] == pytest.approx(train(plain, range(3))[-1], rel=1e-2)
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
 def test_a_gpu_without_bf16_leaves_the_model_as_it_is_and_says_how_fp16_is_had(recipe):
     plain, model = gpt2(), convert(gpt2(), plan(recipe, hardware=TURING, backend="auto"))
@@ -742,32 +533,7 @@ def test_a_gpu_without_bf16_leaves_the_model_as_it_is_and_says_how_fp16_is_had(r
     assert train(model, range(2)) == train(plain, range(2))
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_adapters_train_beside_frozen_weights(backend):
-    class Adapter(nn.Module):
-        def __init__(self, base) -> None:
-            super().__init__()
-            self.base, self.a, self.b = base, nn.Linear(32, 4), nn.Linear(4, 96)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x))
-
-    model = gpt2().requires_grad_(False)
-    for block in model.transformer.h:
-        block.attn.c_attn = Adapter(block.attn.c_attn)
-    convert(model, plan("delayed", backend))
-    narrow = "transformer.h.0.attn.c_attn.a"
-    assert (narrow in in_fp8(model)) == (backend == "emulate")
-    assert "transformer.h.0.attn.c_attn.base" in in_fp8(model)
-    frozen = values(model)
-    train(model, range(2))
-    moved = [
-        name for name, value in model.state_dict().items() if not torch.equal(value, frozen[name])
-    ]
-    assert all(".a." in name or ".b." in name for name in moved)
-    assert len(moved) == 8
-
-
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_computed_weights_are_left_alone():
     def linear():
         return nn.Linear(32, 32)
@@ -775,38 +541,30 @@ def test_computed_weights_are_left_alone():
     model = nn.Sequential(
         nn.utils.weight_norm(linear()),
         parametrizations.weight_norm(linear()),
-        nn.utils.spectral_norm(linear()),
         prune.random_unstructured(linear(), "weight", 0.5),
         prune.random_unstructured(linear(), "bias", 0.5),
         linear(),
     )
     names = list(model.state_dict())
     convert(model, plan())
-    assert replaced(model) == ["5"]
+    assert replaced(model) == ["4"]
     computed = "unchanged, its weight is computed and no parameter"
-    assert [reason(model, str(i)) for i in range(4)] == [computed] * 4
-    assert reason(model, "4") == computed.replace("weight", "bias")
+    assert [reason(model, str(i)) for i in range(3)] == [computed] * 3
+    assert reason(model, "3") == computed.replace("weight", "bias")
     model(normal(8, 32)).sum().backward()
     assert list(model.state_dict()) == names
-    assert model[4].bias_orig.grad is not None
+    assert model[3].bias_orig.grad is not None
 
 
-def test_a_lazy_linear_is_left_alone_until_it_knows_its_size():
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_lazy_linear_and_one_without_elements_are_left_alone():
     model = convert(nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32)), plan())
     assert reason(model, "0") == "unchanged, it has no size before its first pass"
     model(normal(8, 20)).sum().backward()
     assert replaced(model) == ["1"]
-    grown = nn.Sequential(nn.LazyLinear(32))
-    grown(normal(8, 20))
-    assert replaced(convert(grown, plan())) == ["0"]
-
-
-@pytest.mark.parametrize("size", [(0, 32), (32, 0)])
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_a_linear_without_elements_is_left_alone(size):
-    model = convert(nn.Sequential(nn.Linear(*size), nn.Linear(32, 32)), plan())
+    model = convert(nn.Sequential(nn.Linear(0, 32), nn.Linear(32, 32)), plan())
     assert reason(model, "0") == "unchanged, its weight has no elements"
-    assert model[0](torch.zeros(8, size[0])).shape == (8, size[1])
+    assert model(torch.zeros(8, 0)).shape == (8, 32)
 
 
 def test_a_model_without_linears_has_nothing_to_convert():
@@ -835,30 +593,21 @@ def test_a_model_is_converted_once(first):
 
 def test_hooks_of_a_linear_stay_on_it():
     model, calls = MLP(), []
-
-    def after(module, args, y):
-        calls.append("after")
-        return 2 * y
-
-    model.up.register_full_backward_hook(lambda m, dx, dy: calls.append(cast(Any, dy)[0].shape))
-    hook = model.up.register_forward_hook
-    handles = [
-        model.up.register_forward_pre_hook(lambda m, args: calls.append("before")),
-        hook(after),
-        hook(lambda m, args, kwargs, y: calls.append("with kwargs"), with_kwargs=True),
-        model.up.register_state_dict_post_hook(lambda m, s, p, d: calls.append("state")),
-    ]
-    y = model.up(normal(8, 32))
+    up = model.up
+    up.register_full_backward_hook(lambda m, dx, dy: calls.append(cast(Any, dy)[0].shape))
+    up.register_forward_pre_hook(lambda m, args: calls.append("before"))
+    up.register_forward_hook(lambda m, args, y: 2 * y)
+    up.register_forward_hook(
+        lambda m, args, kwargs, y: calls.append("with kwargs"), with_kwargs=True
+    )
+    up.register_state_dict_post_hook(lambda m, s, p, d: calls.append("state"))
+    y = up(normal(8, 32))
     calls.clear()
     convert(model, plan("current"))
     assert relative(model.up(normal(8, 32)), y) < 0.1
     model.state_dict()
-    assert calls == ["before", "after", "with kwargs", "state"]
-    for handle in handles:
-        handle.remove()
-    calls.clear()
     model(normal(8, 32).requires_grad_()).sum().backward()
-    assert calls == [(8, 64)]
+    assert calls == ["before", "with kwargs", "state", "before", "with kwargs", (8, 64)]
 
 
 def test_what_a_user_changed_in_a_linear_is_not_lost(monkeypatch):
@@ -875,14 +624,6 @@ def test_what_a_user_changed_in_a_linear_is_not_lost(monkeypatch):
     assert reason(model, "down") == "unchanged, it has a forward of its own"
     model(normal(8, 32)).sum().backward()
     assert filled(model, "up")[0] == 2  # in a pass of a model that trains, all record
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor")
-def test_a_second_derivative_is_a_clear_error():
-    x = normal(8, 32).requires_grad_()
-    (gradient,) = torch.autograd.grad(convert(MLP(), plan())(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.pow(2).sum().backward()
 
 
 # The report
@@ -909,36 +650,3 @@ def test_the_report_says_what_was_converted_and_what_not(caplog):
         "torch's scaled_mm on a CPU, as --backend torch asks",
         *unchanged,
     )
-
-
-def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
-    class Experts(MLP):
-        def __init__(self, count) -> None:
-            super().__init__()
-            self.experts = nn.Parameter(torch.zeros(count, 4, 8))
-            self.table = nn.Embedding(1000, 32)
-
-    few, many = (plan_in(convert(Experts(count), plan())) for count in (1, 64))
-    assert "not in FP8" not in " ".join(few.reasons)
-    assert many.reasons[-1] == (
-        "weights outside linear layers are not in FP8: 2,048 elements beside 4,096 in linears, "
-        "the most of them in experts [64, 4, 8], matrices in one tensor, as experts are"
-    )
-    assert many.reasons[-1] in " ".join(many.summary())
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_micro_batches_share_the_quantized_weights_of_a_converted_model(recipe, monkeypatch):
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    convert(model, resolve(recipe, CPU, "torch"))
-    casts, copies = [], torch_backend.scaled_copies
-
-    def counted(x: Any, operand: Any, *arguments: Any) -> Any:
-        casts.append(operand.name)
-        return copies(x, operand, *arguments)
-
-    monkeypatch.setattr(torch_backend, "scaled_copies", counted)
-    for _ in range(3):
-        model(torch.ones(32, 64)).sum().backward()
-    assert casts.count("input") == 6
-    assert casts.count("weight") == 2

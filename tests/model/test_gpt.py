@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+import random
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,14 +14,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from fp8stack.common import presets
 from fp8stack.layers import Backend, build_backend
@@ -34,14 +26,11 @@ from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
 
 CPU = Hardware("cpu")
-FP8_RECIPES = ["delayed", "current", "block", "mxfp8"]
-RECIPES = ["fp32", "bf16", "fp16", *FP8_RECIPES]
+RECIPES = ["fp32", "bf16", "fp16", "delayed", "block", "mxfp8"]
 TINY = {"vocabulary": 61, "context": 16, "layers": 2, "width": 32, "heads": 4}
 MODERN: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
 }  # fmt: skip
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def backend_for(config: GPTConfig, recipe: str, **options: object) -> Backend:
@@ -75,6 +64,8 @@ def from_theirs(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> dict[str
 
 
 def gpt2(**shape: object):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",  # type: ignore[call-arg]
@@ -82,9 +73,11 @@ def gpt2(**shape: object):
     return GPT2LMHeadModel(config)
 
 
-def llama(kind=(LlamaConfig, LlamaForCausalLM), **shape):
+def llama(kind: str = "Llama", **shape):
     """The twin of `GPTConfig(**TINY | MODERN | shape)`."""
-    config = kind[0](
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=61, max_position_embeddings=16, hidden_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=shape.get("kv_heads") or 4, head_dim=8,
         intermediate_size=shape.get("mlp_width", 128), rms_norm_eps=shape.get("norm_eps", 1e-5),
@@ -92,25 +85,24 @@ def llama(kind=(LlamaConfig, LlamaForCausalLM), **shape):
         tie_word_embeddings=shape.get("tied", True), attention_bias=shape.get("bias", False),
         mlp_bias=shape.get("bias", False), attn_implementation="eager",
     )  # fmt: skip
-    return kind[1](config)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def qwen3(**shape):
-    return llama((Qwen3Config, Qwen3ForCausalLM), **shape)
+    return llama("Qwen3", **shape)
 
 
 TWINS = {
     "gpt2": (gpt2, {}),
     "llama-tied": (llama, {"kv_heads": 2, "mlp_width": 40}),
     "llama-untied": (llama, {"kv_heads": 1, "tied": False, "rope_theta": 500.0}),
-    "llama-all-heads": (llama, {"norm_eps": 0.1}),
-    "llama-biases": (llama, {"kv_heads": 2, "bias": True}),
+    "llama-biases": (llama, {"norm_eps": 0.1, "bias": True}),
     "qwen3": (qwen3, {"kv_heads": 2, "qk_norm": True, "tied": False}),
 }
 
 
-@pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
-def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
+def twins(twin: Callable[..., Any], shape: dict[str, Any]) -> tuple[GPT, Any]:
+    """A model and its twin of transformers, with the same random weights."""
     reference = twin(**shape)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # far from zero and one, so that every parameter matters
@@ -122,6 +114,12 @@ def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
+    return model, reference
+
+
+@pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
+def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
+    model, reference = twins(twin, shape)
     inputs = tokens()
     assert_close(model(inputs), reference(inputs).logits)
     labels = inputs.clone()
@@ -153,12 +151,13 @@ def test_a_preset_has_its_published_parameter_count(name, count):
     assert config.parameters() == sum(p.numel() for p in model.parameters()) == count
 
 
-def test_parameters_counts_every_combination_of_options():
+def test_parameters_counts_combinations_of_options():
     options: dict[str, list] = {key: [False, True] for key in ("qk_norm", "bias", "tied")}
     options |= {"norm": ["layernorm", "rmsnorm"], "activation": ["gelu", "swiglu"]}
     options |= {"positions": ["learned", "rope"], "kv_heads": [None, 1], "mlp_width": [None, 12]}
     small = TINY | {"layers": 1, "width": 8, "heads": 2}
-    for values in itertools.product(*options.values()):
+    combinations = list(itertools.product(*options.values()))
+    for values in random.Random(0).sample(combinations, 40):
         shape = small | dict(zip(options, values, strict=True))
         config = GPTConfig(**shape)
         with torch.device("meta"):
@@ -192,8 +191,9 @@ def test_initial_weights_have_the_stated_deviations():
             assert abs(parameter.mean().item()) < std / 25, name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "tied"), [("bf16", False), ("fp16", True), ("block", False), ("mxfp8", True)]
+)
 def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, tied):
     torch.manual_seed(3)
     plain = dict(build(tied=tied).named_parameters())
@@ -212,13 +212,15 @@ def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, 
 
 
 @pytest.mark.parametrize("shape", [{}, MODERN | {"kv_heads": 2}], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8", "block"])
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp8"])
 def test_a_token_does_not_influence_the_logits_before_it(recipe, shape):
     model = build(recipe, **shape).eval()
     inputs, changed = tokens(), tokens()
     changed[:, 7] = (changed[:, 7] + 1) % 61
     with torch.no_grad():
         before, after = model(inputs), model(changed)
+        loss = model(inputs, changed)
+    assert before.dtype == loss.dtype == torch.float32
     assert_close(after[:, :7], before[:, :7], 1e-6)
     assert ((after - before)[:, 7:].abs().amax(dim=(0, 2)) > 1e-5).all()
 
@@ -257,7 +259,7 @@ def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
 
 def test_dropout_is_active_in_training_alone(monkeypatch):
     attend: Any = nn.functional.scaled_dot_product_attention
-    rates, drops = list[float](), Counter[str]()
+    rates, drops = list[float](), set[str]()
 
     def spy(*args, dropout_p, **kwargs):
         rates.append(dropout_p)
@@ -268,15 +270,13 @@ def test_dropout_is_active_in_training_alone(monkeypatch):
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):  # of the embedding, and of both residual branches
             module.register_forward_hook(
-                lambda _, args, y, name=name: drops.update({name: int((y == 0).any())})
+                lambda _, x, y, at=name: drops.update({at} if (y == 0).any() else ())
             )
-    torch.manual_seed(0)
     assert not torch.equal(model(tokens()), model(tokens()))
     assert rates == [0.3] * 4
-    assert drops == {"dropout": 2, "blocks.0.dropout": 4, "blocks.1.dropout": 4}
-    model.eval()
+    assert drops == {"dropout", "blocks.0.dropout", "blocks.1.dropout"}
     rates.clear()
-    assert torch.equal(model(tokens()), plain(tokens()))
+    assert torch.equal(model.eval()(tokens()), plain(tokens()))
     assert rates == [0.0] * 4
 
 
@@ -321,18 +321,3 @@ def test_terms_and_sums_of_a_bf16_residual_stream_are_rounded(recipe):
         np.testing.assert_array_equal(values(gave[f"block {i}"]), expected)
     assert len(streams) == config.layers
     assert all(stream.dtype == stream.grad.dtype == torch.bfloat16 for stream in streams)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_state_dict_moves_between_recipes_and_logits_and_loss_are_float32(recipe):
-    trained, plain = build(recipe, seed=7, vocabulary=64), build(vocabulary=64)
-    plain.load_state_dict(trained.state_dict())
-    inputs = tokens(vocabulary=64)
-    assert torch.equal(plain(inputs), build(seed=7, vocabulary=64)(inputs))
-    back = build(recipe, vocabulary=64)
-    back.load_state_dict(plain.state_dict())
-    assert torch.equal(back(inputs), build(recipe, seed=7, vocabulary=64)(inputs))
-    model = build(recipe, **MODERN)  # whose vocabulary is padded
-    logits, loss = model(tokens()), model(tokens(), tokens(seed=2))
-    assert (logits.dtype, logits.shape) == (torch.float32, (3, 16, 61))
-    assert (loss.dtype, loss.shape) == (torch.float32, ())

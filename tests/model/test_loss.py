@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.model import loss as head_module
@@ -29,10 +26,8 @@ TINY = {"vocabulary": 61, "context": 60, "layers": 1, "width": 32, "heads": 2}
 ROWS = 8 * 60  # three chunks of 128 and one of 96
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PLAIN = [(dtype, "reference", dtype) for dtype in DTYPES]
-FP8 = [("current", "emulate", "fp32"), ("mxfp8", "emulate", "bf16"), ("delayed", "torch", "bf16")]
+FP8 = [("current", "emulate", "fp32"), ("delayed", "torch", "bf16")]
 BY_NAME = {"-".join(kind): kind for kind in [*PLAIN, *FP8]}
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -114,6 +109,11 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
             (loss * factor).backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    model = models[1].eval()
+    expected = model(*batch()).item()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert model(*batch()).item() == expected
     unchunked, chunked = models
     assert same(fp8_state(unchunked), fp8_state(chunked))
     once_more = factor < 1 and kind[0] in ("fp32", "bf16")
@@ -124,17 +124,6 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
             assert error(actual, gradient) < rounding, name
         else:
             assert torch.equal(actual, gradient), name
-
-
-@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
-def test_without_gradients_the_loss_is_the_same(monkeypatch, kind):
-    set_chunks(monkeypatch, 1)
-    model = gpt(*kind).eval()
-    trained = model(*batch())
-    with torch.no_grad():
-        assert model(*batch()).item() == trained.item()
-    with torch.inference_mode():
-        assert model(*batch()).item() == trained.item()
 
 
 @pytest.mark.usefixtures("chunked")
@@ -172,7 +161,7 @@ def test_a_target_in_the_padding_is_refused_and_a_graph_that_is_kept_gives_the_g
 
 
 @pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
+@pytest.mark.parametrize("kind", [PLAIN[1], FP8[0]], ids=["bf16", "fp8"])
 def test_frozen_parts_get_no_gradient(kind):
     x, targets = head_inputs()
     for frozen in ("head", "body", "both"):
@@ -189,7 +178,7 @@ def test_frozen_parts_get_no_gradient(kind):
 
 
 @pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
+@pytest.mark.parametrize("kind", [PLAIN[0], FP8[0]], ids=["fp32", "fp8"])
 def test_hooks_run(kind):
     """A hook of the head sees all rows, or those of each chunk; a hook of a parameter its full
     gradient, once."""
@@ -201,20 +190,6 @@ def test_hooks_run(kind):
     assert rows == ([128, 128, 128, 96] if kind[0] == "fp32" else [ROWS])
     assert len(weight_gradients) == 1
     assert torch.equal(weight_gradients[0], grad(weight))
-
-
-@pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
-@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
-def test_a_model_that_is_recomputed_gets_the_same_gradients(kind, reentrant):
-    plain, frugal = gpt(*kind), gpt(*kind)
-    blocks = frugal.blocks[0].forward
-    frugal.blocks[0].forward = lambda *args: checkpoint(blocks, *args, use_reentrant=reentrant)
-    for step in range(2):
-        plain(*batch(step)).backward()
-        frugal(*batch(step)).backward()
-    assert same(gradients(plain), gradients(frugal))
-    assert same(fp8_state(plain), fp8_state(frugal))
 
 
 @pytest.mark.usefixtures("chunked")
@@ -247,7 +222,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("kind", PLAIN, ids=DTYPES)
+@pytest.mark.parametrize("kind", PLAIN[:2], ids=["fp32", "bf16"])
 def test_no_float32_tensor_has_the_size_of_all_logits(monkeypatch, kind, trains):
     set_chunks(monkeypatch, 4 * 2**20)
     head = head_of(*kind, outputs=4096).eval()
@@ -265,22 +240,3 @@ def test_a_chunk_is_a_multiple_of_128_rows():
         rows, bytes_ = chunk_rows(vocabulary), vocabulary * 4
         assert rows % 128 == 0
         assert rows == 128 or rows * bytes_ <= 128 * 2**20 < (rows + 128) * bytes_
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [PLAIN[1], FP8[2]], ids=["plain", "fp8"])
-def test_compiled_code_has_no_float32_tensor_of_the_size_of_the_logits(kind):
-    rows, vocabulary = 1152, 1210
-    head = head_of(*kind, outputs=1216)
-    x, targets = head_inputs(rows, vocabulary=vocabulary)
-    compiled = torch.compile(lambda: head_loss(head, x, targets, vocabulary), fullgraph=True)
-    loss, codes = run_fw_bw_and_get_code(compiled)
-    allocated = re.findall(
-        r"= empty_strided_cpu\(\((\d+), (\d+)\), .*?, torch\.(\w+)\)", "".join(codes)
-    )
-    logits = {
-        dtype for *sizes, dtype in allocated if math.prod(map(int, sizes)) >= rows * vocabulary
-    }
-    assert "bfloat16" in logits
-    assert "float32" not in logits
-    assert loss.item() == pytest.approx(head_loss(head.eval(), x, targets, vocabulary).item(), 0.01)

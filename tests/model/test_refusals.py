@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
 import fp8stack
 from fp8stack import (
@@ -28,9 +27,8 @@ from fp8stack import (
 )
 from fp8stack.model.convert import require_one_device
 from fp8stack.numerics import Quantizer
+from tests.conftest import refusal
 from tests.support.backend_models import CPU, normal
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NANO = fp8stack.load_config("gpt-nano")
 
@@ -44,34 +42,23 @@ def converted(recipe: str = "delayed", backend: str = "emulate") -> nn.Sequentia
     return convert(plain(), resolve(load_recipe(recipe), CPU, backend))
 
 
-def refusal(call: Callable[..., Any], *args: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 # Arguments
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ([nn.Linear(32, 32)], "not a list"),
-        ({}, "not a dict"),
         (None, "not None"),
-        (3, "not an int"),
         (plain, "not a function"),
-        (torch.ones(2, 2), "not a Tensor"),
         (nn.Linear, r"not the class 'Linear': make one first, such as convert\(Linear\("),
         (torch.Tensor, "not the class 'Tensor'"),
-        (torch.jit.script(nn.Sequential(nn.Linear(32, 32))), "TorchScript"),
-        (torch.jit.trace(nn.Sequential(nn.Linear(32, 32)), torch.ones(1, 32)), "TorchScript"),
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(32, 32))), "TorchScript"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_is_no_model_is_not_converted(model, message):
+    if message == "TorchScript":
+        model = model()
     with pytest.raises(UserError, match=message):
         convert(model, "delayed")
 
@@ -80,20 +67,13 @@ def test_what_is_no_model_is_not_converted(model, message):
     ("options", "message"),
     [
         ({"exclude": None}, "exclude: None is no pattern"),
-        ({"exclude": 3}, "exclude: an int is no pattern"),
         ({"exclude": ["0", 3]}, "exclude: an int is no pattern"),
-        ({"exclude": b"0"}, "exclude: an int is no pattern"),
         ({"exclude": nn.Linear}, "exclude: the class 'Linear' is no pattern"),
-        ({"also": None}, "also: None is no class"),
         ({"also": "FalconLinear"}, "also: a str is no class"),
-        ({"also": nn.Linear(1, 1)}, "also: a Linear is no class"),
         ({"also": (nn.Linear, 3)}, "also: an int is no class"),
         ({"amax_group": "wrld"}, "amax_group: a str is no group"),
-        ({"amax_group": [0, 1]}, "amax_group: a list is no group"),
-        ({"plan": None}, r"convert needs a recipe or a plan, such as .* not None"),
         ({"plan": fp8stack.Plan}, r"needs a recipe or a plan, .* not the class 'Plan'"),
         ({"recipe": "delayed"}, "a plan or a recipe, not both"),
-        ({"plan": torch.float8_e4m3fn}, r"needs a recipe or a plan, .* not a dtype"),
     ],
 )
 def test_an_argument_of_another_type_is_named(options, message):
@@ -114,25 +94,20 @@ def test_an_argument_of_another_type_is_named(options, message):
         (lambda: fp8stack.probe(3), "No device '3'"),  # type: ignore[arg-type]
         (lambda: fp8stack.build_backend("te"), "build_backend needs a plan"),  # type: ignore[arg-type]
         (lambda: fp8stack.load(None), "not by None"),  # type: ignore[arg-type]
-        (lambda: fp8stack.load(plain()), "not by a Sequential"),  # type: ignore[arg-type]
         (lambda: fp8stack.pretrain(stpes=1), "Did you mean 'steps'?"),
         (lambda: fp8stack.plan_for("gpt-nano", "delayed", CPU), "plan_for needs a GPTConfig"),  # type: ignore[arg-type]
         (lambda: fp8stack.GPT("gpt-nano"), "GPT needs a GPTConfig and a backend"),  # type: ignore[arg-type]
         (lambda: fp8stack.GPT(NANO, resolve("fp32", CPU)), "not a GPTConfig and a Plan"),  # type: ignore[arg-type]
         (lambda: fp8stack.plan(plain(), capability=9.0), "given as '9.0', not by a float"),  # type: ignore[arg-type]
-        (lambda: fp8stack.plan(plain(), gpu=100), "No GPU '100'"),  # type: ignore[arg-type]
         (lambda: Hardware("gpu", (9, 0)), "No device 'gpu'. Known: cpu, cuda, xpu."),
         (lambda: Hardware("cuda"), "A CUDA device has a compute capability"),
         (lambda: Hardware("cuda", "9.0"), "a pair such as (9, 0), not '9.0'"),  # type: ignore[arg-type]
-        (lambda: Hardware("cuda", 9.0), "a pair such as (9, 0), not 9.0"),  # type: ignore[arg-type]
-        (lambda: Hardware("cuda", [9, 0]), "a pair such as (9, 0), not [9, 0]"),  # type: ignore[arg-type]
         (lambda: fp8stack.LossScaler(65536.0), "pass first"),  # type: ignore[arg-type]
         (lambda: fp8stack.load_tokenizer(None), "by name or path, not by None"),  # type: ignore[arg-type]
         (lambda: fp8stack.generate(None), "not by None"),  # type: ignore[arg-type]
         (lambda: fp8stack.evaluate(None), "not by None"),  # type: ignore[arg-type]
         (lambda: fp8stack.evaluate([3]), "not by an int"),  # type: ignore[list-item]
         (lambda: fp8stack.precision_for_phase(3, "delayed"), "No phase '3'"),  # type: ignore[arg-type]
-        (lambda: fp8stack.precision_for_phase([], "delayed"), "No phase '[]'"),  # type: ignore[arg-type]
     ],
 )
 def test_other_functions_name_what_they_need(call, message):
@@ -145,13 +120,10 @@ DRAWING = Quantizer(rounding="stochastic")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: numerics.dequantize(torch.ones(4)), "a Tensor is no Quantized"),  # type: ignore[arg-type]
-        (lambda: numerics.unpack(None), "None is no Quantized"),  # type: ignore[arg-type]
+        (lambda: numerics.unpack(torch.ones(4)), "a Tensor is no Quantized"),  # type: ignore[arg-type]
         (lambda: numerics.current_scale(torch.ones(()), "e4m3"), "a str is no Quantizer"),  # type: ignore[arg-type]
         (lambda: numerics.quantize(torch.ones(4), Quantizer(), dim=None), "no dimension None"),  # type: ignore[arg-type]
         (lambda: Quantizer(format=None), "No format 'None'"),  # type: ignore[arg-type]
-        (lambda: Quantizer(format=[]), "No format '[]'"),  # type: ignore[arg-type]
-        (lambda: numerics.tensor_scale(1.0, 4), "No format '4'"),  # type: ignore[arg-type]
         (lambda: numerics.quantize(torch.ones(4), DRAWING, 0, 42), "Give it RandomBits(seed=0"),  # type: ignore[arg-type]
     ],
 )
@@ -166,20 +138,17 @@ def test_delayed_scaling_needs_a_module_that_the_loop_calls():
     assert "convert the module that your loop calls instead" in refusal(block, normal(8, 32))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_weight_that_is_quantized_already_stays_out(dtype):
+def test_a_weight_that_is_quantized_already_stays_out():
     model: Any = plain()
+    dtype = torch.float8_e4m3fn
     model[0].weight = nn.Parameter(model[0].weight.detach().to(dtype), requires_grad=False)
     plan: Any = convert(model, resolve("current", CPU, "emulate")).fp8_plan
     assert plan.layers[0].reason == f"its weight is quantized already ({str(dtype)[6:]})"
     assert [layer.fp8 for layer in plan.layers] == [False, True]
-
-
-def test_a_weight_that_is_a_tensor_of_torchao_stays_out():
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(plain(), plain())
     torchao.quantize_(model[0], torchao.Int8WeightOnlyConfig())
-    plan: Any = convert(model, resolve("current", CPU, "emulate")).fp8_plan
+    plan = convert(model, resolve("current", CPU, "emulate")).fp8_plan
     assert [layer.fp8 for layer in plan.layers] == [False, False, True, True]
     assert "its weight is a" in plan.layers[0].reason
 
@@ -192,10 +161,8 @@ def test_a_model_that_was_not_converted_has_no_fp8_state():
     for call, *args in ((fp8_state,), (load_fp8_state, {})):
         for model in (plain(), nn.ModuleDict(), nn.Embedding(2, 2)):
             assert message in refusal(call, model, *args)
-        no_models: list[Any] = [3, None, nn.Linear, {}]
-        for argument in no_models:
-            assert "FP8 state is in a model that fp8stack.convert" in refusal(call, argument, *args)
-    for recipe in ("mxfp8", "current", "bf16", "fp32"):
+        assert "FP8 state is in a model that fp8stack.convert" in refusal(call, None, *args)
+    for recipe in ("mxfp8", "bf16", "fp32"):
         model = converted(recipe, "auto")
         assert fp8_state(model) == {}
         load_fp8_state(model, {})
@@ -208,9 +175,8 @@ def test_state_of_other_types_is_refused_by_name(recipe):
     model = converted(recipe)
     state = fp8_state(model)
     name = next(iter(state))
-    for argument in (None, [], 3, "x", [1]):
-        assert "FP8 state is the dictionary that" in refusal(load_fp8_state, model, argument)
-    values = {"an int": 3, "None": None, "a list": [1.0], "a Tensor": state[name].to("meta")}
+    assert "FP8 state is the dictionary that" in refusal(load_fp8_state, model, [1])
+    values = {"an int": 3, "None": None, "a Tensor": state[name].to("meta")}
     for words, value in values.items():
         message = refusal(load_fp8_state, model, {**state, name: value})
         assert f"'{name}' is {words}" in message
@@ -237,12 +203,11 @@ def test_state_with_a_scale_that_is_no_scale_is_refused(value):
 FP8 = ["delayed", "current", "mxfp8", "nvfp4"]
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [*((recipe, "emulate") for recipe in FP8), ("delayed", "torch")]
+)
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("recipe", FP8)
 def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
-    if backend == "torch" and recipe in ("mxfp8", "nvfp4"):
-        pytest.skip("torch's CPU has no such scaling")
     model, x = converted(recipe, backend).train(train), normal(8, 32)
     before = fp8_state(model)
     weights = {name: value.detach() for name, value in model.named_parameters()}
@@ -253,8 +218,6 @@ def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
     for call in (
         lambda: grad(loss)(weights),
         lambda: vmap(model)(x[None]),
-        lambda: vmap(lambda row: functional_call(model, weights, (row,)))(x[None]),
-        lambda: jacrev(model)(x),
         lambda: jvp(model, (x,), (x,)),
         lambda: torch.func.functionalize(model)(x),
     ):
@@ -273,17 +236,15 @@ def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("single_layer", [False, True])
-@pytest.mark.parametrize("recipe", FP8)
-def test_torch_jit_and_fx_are_refused_in_a_line(recipe, single_layer):
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_torch_jit_and_fx_are_refused_in_a_line(recipe):
     x = normal(8, 32)
-    for train in (True, False):
-        model: Any = converted(recipe).train(train)
-        model = model[0] if single_layer else model
-        assert "traced by torch.jit: use torch.compile" in refusal(torch.jit.trace, model, x)
-        assert "compiled by torch.jit: use torch.compile" in refusal(torch.jit.script, model)
-        if not single_layer:
-            assert "torch.fx: trace the model first" in refusal(torch.fx.symbolic_trace, model)
+    model = converted(recipe)
+    for module in (model, model[0]):
+        assert "traced by torch.jit: use torch.compile" in refusal(torch.jit.trace, module, x)
+        assert "compiled by torch.jit: use torch.compile" in refusal(torch.jit.script, module)
+    assert "torch.fx: trace the model first" in refusal(torch.fx.symbolic_trace, model)
+    assert torch.equal(torch.jit.trace(in_bf16 := converted("bf16", "auto"), x)(x), in_bf16(x))
     traced = torch.fx.symbolic_trace(plain())
     convert(traced, resolve(recipe, CPU, "emulate"))(x).sum().backward()
 
@@ -292,14 +253,6 @@ def test_data_parallel_is_refused_in_a_line_in_fp8_alone():
     """nn.DataParallel, which takes two GPUs, calls this method of each module."""
     assert "DistributedDataParallel" in refusal(converted()[0]._replicate_for_data_parallel)
     assert isinstance(converted("bf16", "auto")[0]._replicate_for_data_parallel(), nn.Linear)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_layers_in_bf16_can_be_traced_and_transformed_but_not_scripted():
-    model, x = converted("bf16", "auto"), normal(8, 32)
-    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
-    assert torch.allclose(vmap(model)(x[None])[0], model(x), atol=1e-2)
-    assert "compiled by torch.jit" in refusal(torch.jit.script, model)
 
 
 def test_state_on_one_device_is_refused_for_layers_on_several():

@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 WIDTH, INNER, EXPERTS = 40, 24, 4  # no multiples of 16 or 32
@@ -36,7 +35,9 @@ def experts_of(name: str, width: int = WIDTH, inner: int = INNER) -> Any:
     )
     fields = OPTIONS | dict.fromkeys(COUNTS, EXPERTS)
     fields |= dict.fromkeys(WIDTHS, width) | dict.fromkeys(INNER_WIDTHS, inner)
-    config = transformers.PreTrainedConfig(**fields)
+    from transformers import PreTrainedConfig
+
+    config = PreTrainedConfig(**fields)
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     experts = getattr(module, name)(config)

@@ -15,16 +15,10 @@ import torch
 
 from fp8stack import GPTConfig
 from fp8stack.trained.export.format_files import hf_files
-from tests.support.cases import case
-from tests.support.hf_models import ROPE, random_model, source_of
+from tests.support.hf_models import ROPE, loaded, random_model, source_of
 
-WIDE = ROPE | {
-    "vocabulary": 256,
-    "width": 256,
-    "heads": 2,
-    "mlp_width": 384,
-    "activation": "swiglu",
-}
+WIDE = ROPE | {"vocabulary": 256, "width": 256, "heads": 2, "mlp_width": 384}
+WIDE |= {"activation": "swiglu"}
 EXPERTS = {"count": 3, "per_token": 2, "width": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": WIDE | {"kv_heads": 1},
@@ -52,6 +46,8 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 FP4 = FP8 | {"num_bits": 4}
 INVERSE: Any = {"scale_name": "weight_scale_inv"}
 MX = {"strategy": "group", "group_size": 32}
+MXFP6 = FP8 | MX | {"num_bits": 6}
+NVFP4 = FP4 | {"strategy": "tensor_group", "group_size": 16}
 LAYOUTS = {
     "deepseek": Layout((128, 128), **INVERSE),
     "deepseek ue8m0": Layout((128, 128), **INVERSE, scale_format="ue8m0"),
@@ -64,27 +60,14 @@ LAYOUTS = {
     "block": Layout((128, 128), FP8 | {"strategy": "block", "block_structure": [128, 128]}),
     "mxfp8": Layout((1, 32), FP8 | MX, "mxfp8-quantized", scales="float8_e8m0fnu"),
     "mxfp4": Layout((1, 32), FP4 | MX, "mxfp4-pack-quantized", "float4_e2m1fn", "float8_e8m0fnu"),
-    "mxfp6": Layout(
-        (1, 32),
-        FP4 | MX | {"num_bits": 6},
-        "mxfp6-pack-quantized",
-        "float6_e2m3fn",
-        "float8_e8m0fnu",
-    ),
-    "nvfp4": Layout(
-        (1, 16),
-        FP4 | {"strategy": "tensor_group", "group_size": 16},
-        "nvfp4-pack-quantized",
-        "float4_e2m1fn",
-        "float8_e4m3fn",
-    ),
+    "mxfp6": Layout((1, 32), MXFP6, "mxfp6-pack-quantized", "float6_e2m3fn", "float8_e8m0fnu"),
+    "nvfp4": Layout((1, 16), NVFP4, "nvfp4-pack-quantized", "float4_e2m1fn", "float8_e4m3fn"),
 }
 HEADROOM = {"headroom": 1.3, "clipped": 0.7, "power_of_two": 1.0}
 """Factors on the scale amax / (largest element)."""
 FOLDERS = [
-    case(layout, kind, quick=kind == "headroom" or layout in ("deepseek", "mxfp4"))
-    for layout in LAYOUTS
-    for kind in HEADROOM
+    *((layout, "headroom") for layout in LAYOUTS),
+    *((layout, kind) for layout in ("deepseek", "mxfp4") for kind in ("clipped", "power_of_two")),
 ]
 """The layouts with each kind of scale, as cases of a test."""
 IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
@@ -180,6 +163,16 @@ def write_quantized(
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(table))
     return values
+
+
+def dequantized(folder: Path, fp8: bool) -> Any:
+    """The model that transformers dequantizes to float32, from its own scheme "fp8" or from
+    compressed-tensors."""
+    from transformers.utils import quantization_config as configs
+
+    config: Any = configs.FineGrainedFP8Config if fp8 else configs.CompressedTensorsConfig
+    options = {"quantization_config": config(dequantize=True), "dtype": torch.float32}
+    return loaded(folder, **options).float()  # "fp8" leaves what is not quantized in bfloat16
 
 
 @cache

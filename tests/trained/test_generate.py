@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import (
-    LogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 import fp8stack
 from fp8stack.common.errors import NumericFailure
@@ -39,20 +31,17 @@ from tests.model.test_gpt import (
     MODERN,
     assert_close,
     build,
-    from_theirs,
     gpt2,
     llama,
     qwen3,
     tokens,
+    twins,
 )
-from tests.support.cases import case
-from tests.support.data_writers import write_llmc, write_megatron
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.data_writers import write_llmc
+from tests.trained.conftest import TEXT
 
 SHAPES = {"gpt2": {}, "llama": MODERN | {"kv_heads": 2}, "qwen3": MODERN | {"qk_norm": True}}
 GREEDY = Sampling(temperature=0)
-TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé ☃ too.\n" * 80
 
 
 def small(recipe: str, backend: str = "auto", **shape: Any) -> GPT:
@@ -90,7 +79,7 @@ def test_a_cache_gives_the_logits_of_the_full_pass(shape, lengths):
     assert_close(torch.cat(logits, dim=1), expected, 1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp16", "delayed"])
 def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe):
     model = build(recipe, init_std=0.2, **MODERN | {"kv_heads": 2}).eval()
     cache = model.new_cache(batch=3)
@@ -131,19 +120,21 @@ def test_an_emptied_cache_forgets_and_more_tokens_than_fit_are_refused():
 
 def warped(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """The logits after the filters of transformers."""
-    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
+    import transformers
+
+    warpers: list[Any] = [transformers.TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [transformers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
     scores = logits_V[None]
     for warper in warpers:
         scores = warper(None, scores)
     return scores[0]
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_the_filters_are_those_of_transformers(temperature):
-    top_ps = (None, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0)
-    for top_k, top_p, seed in itertools.product((None, 1, 2, 10, 61, 100), top_ps, range(3)):
+def test_the_filters_are_those_of_transformers():
+    top_ks, top_ps = (None, 1, 2, 10, 61, 100), (None, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0)
+    settings = itertools.product((0.3, 1.7), top_ks, top_ps, range(3))
+    for temperature, top_k, top_p, seed in settings:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         logits = 3 * torch.randn(61, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(
@@ -184,29 +175,20 @@ def test_a_model_in_training_writes_without_dropout_and_no_token_of_what_is_not_
 # The text
 
 
-@pytest.mark.parametrize("prompt", [[7], [3, 1, 4, 1, 5], list(range(16)), list(range(40))])
+@pytest.mark.parametrize("prompt", [[7], list(range(16)), list(range(40))])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(shape, prompt):
     model = build(init_std=0.2, **shape).eval()
     full = []
     generated = list(generate(model, prompt, 30, GREEDY, seed=0, when_full=lambda: full.append(1)))
     assert generated == without_cache(model, prompt, 30)
-    assert len(full) == {1: 2, 5: 2, 16: 4, 40: 4}[len(prompt)]
+    assert len(full) == {1: 2, 16: 4, 40: 4}[len(prompt)]
 
 
 @pytest.mark.parametrize("twin", [gpt2, llama, qwen3], ids=lambda twin: twin.__name__)
 def test_greedy_text_is_that_of_transformers(twin):
-    shape = {} if twin is gpt2 else MODERN | {"kv_heads": 2, "qk_norm": twin is qwen3}
-    hf_model = twin(**shape)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in hf_model.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    model = build(**shape)
-    weights = from_theirs(model.config, dict(hf_model.named_parameters()))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    shape = {} if twin is gpt2 else {"kv_heads": 2, "qk_norm": twin is qwen3}
+    model, hf_model = twins(twin, shape)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = hf_model.eval().generate(torch.tensor([[3, 1, 4]]), **options)[0, 3:].tolist()
     assert list(generate(model, [3, 1, 4], 12, GREEDY, seed=0)) == expected
@@ -234,7 +216,10 @@ def test_batch_1_in_fp8_runs_on_padded_rows_and_counts_its_gemms(recipe):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.full
 def test_a_compiled_model_is_not_compiled_for_each_length():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     model, compiler = build(init_std=0.2), CompileCounterWithBackend("eager")
     expected = list(generate(model, [1, 2], 8, GREEDY, seed=0))
     model.compile_blocks(compiler)
@@ -245,18 +230,6 @@ def test_a_compiled_model_is_not_compiled_for_each_length():
 
 
 # The command
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run in delayed scaling on some text."""
-    folder = tmp_path_factory.mktemp("generate")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return fp8stack.pretrain(
-        recipe="delayed", data=str(folder / "text.txt"), steps=3, batch=2, context=32,
-        model_overrides={"layers": 1, "width": 32, "heads": 2}, eval_windows=2, sample_tokens=0,
-        out=str(folder / "run"), telemetry_every=0,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -277,14 +250,10 @@ def test_the_text_alone_is_on_stdout_and_repeats(write, run):
         assert out.startswith("The ")
         assert out.endswith("\n")
         assert "tokens/s" not in out
-        pieces = (str(run / "checkpoints" / "step-000003"), "read 4 tokens at ", "wrote 40 at ")
+        pieces = (str(run / "checkpoints" / "step-000006"), "read 4 tokens at ", "wrote 40 at ")
         assert all(piece in err for piece in pieces)
         texts.append(out)
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_one_token_is_not_called_tokens(write):
-    assert "read 1 token at " in write("--prompt", "T", "--tokens", "1")[1]
 
 
 def printable(text: str) -> str:
@@ -305,22 +274,19 @@ def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
     assert text == printable(bytes(expected).decode(errors="replace") + "\n")
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_any_recipe_and_backend_write(write, backend):
-    err = write("--recipe", "delayed", "--backend", backend, "--tokens", "5", "--prompt", "ab")[1]
+def test_any_recipe_and_backend_write(write):
+    err = write("--recipe", "delayed", "--backend", "torch", "--tokens", "5", "--prompt", "ab")[1]
     assert "% of GEMM FLOPs (4 of 5 linears)" in err
     assert f"{4 * 5} FP8 GEMMs" in err
 
 
 def test_without_a_recipe_it_takes_what_the_machine_multiplies_and_says_so(write):
-    err = write("--tokens", "1")[1]
+    err = write("--tokens", "1", "--prompt", "T")[1]
+    assert "read 1 token at " in err
     assert ("plan: bf16" in err) or "plan: fp32, plain torch, on cpu (this CPU has no bf16" in err
     machines = (Hardware("cpu"), Hardware("cpu", cpu_bf16=True), Hardware("cuda", (9, 0)))
-    assert [writing.default_recipe(hardware)[0] for hardware in machines] == [
-        "fp32",
-        "bf16",
-        "bf16",
-    ]
+    recipes = [writing.default_recipe(hardware)[0] for hardware in machines]
+    assert recipes == ["fp32", "bf16", "bf16"]
 
 
 def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(write, tmp_path):
@@ -352,31 +318,26 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     swapping = [*flags, "--tokenizer", "swapped.json", "--prompt", "xy"]
     shutil.copytree(run, tmp_path / "without")
     (tmp_path / "without/tokenizer.json").unlink()
-    for of in (run / "checkpoints/step-000003", "without"):
+    for of in (run / "checkpoints/step-000006", "without"):
         assert command("generate", str(of), *swapping) == 2
         assert "was trained on tokens of bytes" in capfd.readouterr().err
     # Bytes need no file.
     assert write("--prompt", "xz", *flags, of="without")[0] == write("--prompt", "xz", *flags)[0]
     # Older checkpoints record no tokenizer.
-    older = tmp_path / "without/checkpoints/step-000003"
+    older = tmp_path / "without/checkpoints/step-000006"
     rewrite(older, lambda body: body["info"].pop("tokenizer"))
     assert write(*swapping, of=str(older))[0] == expected
     assert command("generate", "without") == 2
     assert "The tokenizer of without is unknown" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "data", [case(x, quick=x == "llmc.bin") for x in ("ids.bin", "llmc.bin", "of_megatron")]
-)
 @pytest.mark.full
-def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command, tmp_path, capsys):
+def test_ids_that_nobody_explains_are_not_taken_for_bytes(refused, command, tmp_path, capsys):
     ids = np.random.default_rng(0).integers(0, 256, 5000)
-    ids.astype("<u2").tofile(tmp_path / "ids.bin")
     write_llmc(tmp_path / "llmc.bin", ids.tolist())
-    write_megatron(tmp_path / "of_megatron", [[ids[:2000].tolist()], [ids[2000:].tolist()]])
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     short = [*TINY, "--steps", "1", "--recipe", "fp32"]
-    assert command("pretrain", "--data", data, "--out", "run", *short) == 0
+    assert command("pretrain", "--data", "llmc.bin", "--out", "run", *short) == 0
     for words in (["generate", "run"], ["eval", "run", "--data", "text.txt"]):
         error = refused(*words)
         assert "tokenizer of run is unknown" in error
@@ -385,8 +346,7 @@ def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command
     assert command("eval", "run", "--recipes", "fp32") == 0  # its own ids need none
     capsys.readouterr()
     begin = ["--init-from", "run", "--data", "text.txt", "--out", "on", "--steps", "1"]
-    if data == "llmc.bin":  # its header names GPT-2's vocabulary
-        begin += ["--tokenizer", "bytes"]
+    begin += ["--tokenizer", "bytes"]  # the header names GPT-2's vocabulary
     assert command("pretrain", *begin, "--batch", "2", "--context", "32") == 0
     assert "the tokenizer of the weights is unknown: the data are" in capsys.readouterr().out
 
@@ -396,19 +356,15 @@ def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command
     [
         (["--tokens", "0"], "--tokens 0"),
         (["--temperature", "-1"], "--temperature -1.0"),
-        (["--temperature", "nan"], "--temperature nan"),
         (["--top-k", "0"], "--top-k 0"),
         (["--top-p", "0"], "--top-p 0.0"),
-        (["--top-p", "1.5"], "--top-p 1.5"),
         (["--seed", "-1"], "--seed -1"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--prompt-file", "."], "Cannot read --prompt-file ."),
         (["--prompt-file", "bad.txt"], "Give a file in UTF-8."),
         (["--prompt", "\udcff"], "not valid UTF-8"),
-        (["--recipe", "mxpf8"], "Did you mean 'mxfp8'?"),
         (["--tokenizer", "nowhere"], "nowhere"),
-        (["--device", "tpu"], "No device 'tpu'"),
         (["--prompt", "a b", "--tokenizer", "large.json"], "was trained on tokens of bytes"),
     ],
     ids=str,
@@ -453,6 +409,7 @@ def test_ctrl_c_ends_the_line_and_the_command(command, run, capfd, monkeypatch):
     assert err.endswith("fp8stack: Interrupted.\n")
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_ends_it_quietly(run):
     words = [sys.executable, "-m", "fp8stack", "generate", str(run), "--tokens", "5000"]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -12,12 +12,7 @@ from fp8stack.precision import load_recipe
 
 FLOAT = {"type": "float", "symmetric": True}
 FP8, FP4 = FLOAT | {"num_bits": 8}, FLOAT | {"num_bits": 4}
-
-
-def input_of(recipe: str) -> Quantizer | None:
-    table = load_recipe(recipe).quantizers
-    assert table is not None
-    return table.input
+BLOCKS = Quantizer(block=(128, 128))
 
 
 @pytest.mark.parametrize(
@@ -25,59 +20,40 @@ def input_of(recipe: str) -> Quantizer | None:
     [
         (FP8 | {"strategy": "token", "dynamic": True}, "served:fp8_dynamic"),
         (FP8 | {"strategy": "group", "group_size": 128, "dynamic": True}, "served:fp8_block"),
-        (FP8 | {"strategy": "group", "group_size": 32, "dynamic": True}, "served:mxfp8"),
         (FP4 | {"strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "served:nvfp4"),
         (None, "served:mxfp4"),
     ],
 )
 def test_inputs_of_compressed_tensors_are_those_of_the_served_recipe(table, recipe):
-    assert inputs_of_group(table) == input_of(recipe)
+    served: Any = load_recipe(recipe).quantizers
+    assert inputs_of_group(table) == served.input
 
 
-def test_static_inputs_have_one_scale_of_the_folder():
+def test_static_inputs_have_one_scale_and_those_of_deepseeks_scheme_follow_the_weights():
     static = inputs_of_group(FP8 | {"strategy": "tensor", "dynamic": False})
     assert static == inputs_of_fp8({"activation_scheme": "static"}, Quantizer()) == STATIC
     assert STATIC.delayed
     assert inputs_of_group(FP8 | {"strategy": "tensor", "dynamic": True}) == Quantizer()
+    assert inputs_of_fp8({}, BLOCKS) == Quantizer(block=(1, 128))
+    power_of_two = Quantizer(block=(128, 128), scale="power_of_two")
+    expected = Quantizer(block=(1, 128), scale="power_of_two")
+    assert inputs_of_fp8({"activation_scheme": "dynamic"}, power_of_two) == expected
+    assert inputs_of_fp8({}, Quantizer()) == BY_TOKEN
 
 
 @pytest.mark.parametrize(
-    ("weight", "expected"),
+    ("unknown", "words"),
     [
-        (Quantizer(block=(128, 128)), Quantizer(block=(1, 128))),
+        (inputs_of_group(FP8 | {"strategy": "token", "dynamic": False}), "static inputs of 8 bits"),
         (
-            Quantizer(block=(128, 128), scale="power_of_two"),
-            Quantizer(block=(1, 128), scale="power_of_two"),
+            inputs_of_group(FP8 | {"strategy": "group", "group_size": 64, "dynamic": True}),
+            "group_size = 64",
         ),
-        (Quantizer(), BY_TOKEN),
+        (inputs_of_group("token"), "input_activations that are no table"),
+        (inputs_of_fp8({"activation_scheme": "static"}, BLOCKS), "with activation_scheme = static"),
+        (inputs_of_fp8({}, Quantizer(block=(32, 32))), "blocks of (32, 32)"),
     ],
 )
-def test_inputs_of_deepseeks_scheme_follow_the_weights(weight, expected):
-    assert inputs_of_fp8({}, weight) == expected
-    assert inputs_of_fp8({"activation_scheme": "dynamic"}, weight) == expected
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        (FP8 | {"strategy": "token", "dynamic": False}, "static inputs of 8 bits"),
-        (FP8 | {"strategy": "group", "group_size": 64, "dynamic": True}, "group_size = 64"),
-        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, "strategy = token"),
-        (FP8 | {"strategy": "group", "group_size": [16], "dynamic": True}, "group_size = [16]"),
-        ("token", "input_activations that are no table"),
-    ],
-)
-def test_an_unknown_scheme_of_inputs_is_named(table: Any, words: str):
-    unknown = inputs_of_group(table)
+def test_an_unknown_scheme_of_inputs_is_named(unknown, words):
     assert isinstance(unknown, str)
     assert words in unknown
-
-
-def test_an_unknown_scheme_of_deepseeks_inputs_is_named():
-    by_block = Quantizer(block=(128, 128))
-    assert inputs_of_fp8({"activation_scheme": "static"}, by_block) == (
-        "inputs with activation_scheme = static"
-    )
-    unknown = inputs_of_fp8({}, Quantizer(block=(32, 32)))
-    assert isinstance(unknown, str)
-    assert "blocks of (32, 32)" in unknown

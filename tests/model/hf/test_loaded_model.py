@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 import fp8stack
 from fp8stack import GPTConfig
 from tests.support.hf_models import export_to, loaded, logits, random_model, tokens
-from tests.support.quantized_folders import MODELS, write_quantized
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.quantized_folders import MODELS, dequantized, write_quantized
 
 SENTENCES = {
     "deepseek": "FP8 with a float32 scale per block of 128 x 128 (weight_scale_inv), nearest "
@@ -23,12 +19,10 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("layout", SENTENCES)
+@pytest.mark.parametrize("layout", [pytest.param("deepseek", marks=pytest.mark.full), "mxfp4"])
 def test_a_converted_model_names_the_scheme_that_its_weights_come_from(layout, tmp_path):
     values = write_quantized(tmp_path / "x", layout)
-    config: Any = FineGrainedFP8Config if layout == "deepseek" else CompressedTensorsConfig
-    options = {"quantization_config": config(dequantize=True), "dtype": torch.float32}
-    model = loaded(tmp_path / "x", **options).float()
+    model = dequantized(tmp_path / "x", fp8=layout == "deepseek")
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(model.get_parameter(name), values[name])
     converted = fp8stack.convert(model, "current")
@@ -37,10 +31,10 @@ def test_a_converted_model_names_the_scheme_that_its_weights_come_from(layout, t
     assert logits(converted, tokens(256)).isfinite().all()
 
 
+@pytest.mark.full
 def test_a_model_of_another_folder_or_of_none_names_no_scheme(tmp_path):
     write_quantized(tmp_path / "x", "deepseek")
-    options = {"quantization_config": FineGrainedFP8Config(dequantize=True)}
-    model = loaded(tmp_path / "x", **options).float()
+    model = dequantized(tmp_path / "x", fp8=True)
     plain = loaded(export_to(tmp_path / "plain", random_model(GPTConfig(**MODELS["llama"]))))
     shutil.rmtree(tmp_path / "x")
     built = type(model)(model.config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import transformers
 
 import fp8stack
 from fp8stack import GPT, GPTConfig, data
@@ -27,9 +28,7 @@ from fp8stack.training.init_from import nearest_preset, with_source
 from fp8stack.training.load import find_source
 from tests.conftest import losses, metrics, refusal
 from tests.faults.bounded import bounded
-from tests.support.cases import case
 from tests.support.hf_models import (
-    EXPERTS,
     LAYOUT,
     SHAPES,
     config_json,
@@ -41,8 +40,6 @@ from tests.support.hf_models import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = {
     "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -50,33 +47,38 @@ SMALL = {
 ROTARY = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
 MIXTURE = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 THETA = {"rope_type": "default", "rope_theta": 5e5}
-HF_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
-    "gpt2": (transformers.GPT2Config, SMALL),
-    "gpt2 untied": (transformers.GPT2Config, SMALL | {"tie_word_embeddings": False, "n_inner": 40}),
-    "gpt2 gelu": (transformers.GPT2Config, SMALL | {"activation_function": "gelu"}),
-    "llama": (transformers.LlamaConfig, ROTARY),
-    "llama tied": (transformers.LlamaConfig, ROTARY | {"tie_word_embeddings": True}),
-    "llama biased": (transformers.LlamaConfig, ROTARY | {"attention_bias": True, "mlp_bias": True}),
-    "llama theta": (transformers.LlamaConfig, ROTARY | {"rope_parameters": THETA}),
-    "qwen3": (transformers.Qwen3Config, ROTARY),
-    "arcee": (transformers.ArceeConfig, ROTARY),
-    "qwen3 wide heads": (transformers.Qwen3Config, ROTARY | {"head_dim": 16}),
+# The prefix of a configuration's class, and its keys.
+HF_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", SMALL),
+    "gpt2 untied": ("GPT2", SMALL | {"tie_word_embeddings": False, "n_inner": 40}),
+    "gpt2 gelu": ("GPT2", SMALL | {"activation_function": "gelu"}),
+    "llama": ("Llama", ROTARY),
+    "llama biased": (
+        "Llama",
+        ROTARY | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama theta": ("Llama", ROTARY | {"rope_parameters": THETA}),
+    "arcee": ("Arcee", ROTARY),
+    "qwen3": ("Qwen3", ROTARY | {"head_dim": 16}),
     "olmoe": (
-        transformers.OlmoeConfig,
+        "Olmoe",
         SMALL | MIXTURE | {"num_experts": 6, "norm_topk_prob": True, "eos_token_id": None},
     ),
     "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
+        "Qwen3Moe",
         ROTARY | MIXTURE | {"head_dim": 16, "num_experts": 6, "decoder_sparse_step": 2},
     ),
-    "mixtral": (transformers.MixtralConfig, ROTARY | MIXTURE | {"num_local_experts": 6}),
+    "mixtral": ("Mixtral", ROTARY | MIXTURE | {"num_local_experts": 6}),
 }
 
 
 def hf_model_of(name: str) -> Any:
     """A random model that transformers builds."""
+    import transformers
+
     kind, keys = HF_CONFIGS[name]
-    model = transformers.AutoModelForCausalLM.from_config(kind(**keys)).eval()
+    config = getattr(transformers, f"{kind}Config")(**keys)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomize(model)
     return model
 
@@ -98,34 +100,12 @@ def model_in(folder: Path) -> GPT:
 @pytest.mark.parametrize("name", HF_CONFIGS)
 def test_a_model_of_transformers_computes_the_same_here(name, tmp_path):
     hf_model = hf_model_of(name)
+    if name == "qwen3":  # its weights are stored in bfloat16
+        hf_model = hf_model.bfloat16()
     several = name == "gpt2"
     hf_model.save_pretrained(tmp_path, max_shard_size="20KB" if several else "5GB")
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == several
-    require_same_logits(model_in(tmp_path), hf_model)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_of_16_bit_weights_are_float32_of_the_same_values(dtype, tmp_path):
-    hf_model = hf_model_of("qwen3").to(dtype)
-    hf_model.save_pretrained(tmp_path)
-    model = model_in(tmp_path)
-    assert all(tensor.dtype == torch.float32 for tensor in model.parameters())
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    require_same_logits(model, again)
-
-
-def _completed(config: GPTConfig) -> GPTConfig:
-    """`config` with defaults filled in that depend on other keys."""
-    experts = config.experts
-    if experts is not None:
-        experts = experts.model_copy(update={"balance": experts.balance_coefficient})
-    return config.model_copy(
-        update={
-            "kv_heads": config.query_groups,
-            "mlp_width": config.hidden,
-            "experts": experts,
-        }
-    )
+    require_same_logits(model_in(tmp_path), loaded(tmp_path, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -138,23 +118,11 @@ def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name, tmp_pa
     folder = open_folder(tmp_path / "b")
     described = model_from_config(folder.config, "b")
     assert described.layout.model_type == LAYOUT[name]
-    assert _completed(described.config) == _completed(model.config)
-    back, weights = (
-        from_hf(described.config, described.layout, folder.tensors, "b"),
-        weights_of(model),
-    )
+    assert described.config.parameter_shapes() == model.config.parameter_shapes()
+    back = from_hf(described.config, described.layout, folder.tensors, "b")
+    weights = weights_of(model)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], weights[key]) for key in weights)
-
-
-def test_few_experts_after_many_dense_layers_are_enough_tensors(tmp_path):
-    experts = EXPERTS | {"count": 64, "width": 8, "first_dense": 3}
-    shape = SHAPES["qwen3_moe"] | {"layers": 4, "mlp_width": 48, "experts": experts}
-    model = random_model(GPTConfig(**shape))
-    folder = open_folder(export_to(tmp_path / "x", model))
-    described = model_from_config(folder.config, "x")
-    back = from_hf(described.config, described.layout, folder.tensors, "x")
-    assert all(torch.equal(back[name], weight) for name, weight in weights_of(model).items())
 
 
 def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path):
@@ -164,6 +132,7 @@ def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
     old["lm_head.weight"] = old["wte.weight"].clone()
+    (tmp_path / INDEX).write_text('{"weight_map": {"h.0": "gone.safetensors"}}')  # is not read
     safetensors.torch.save_file(old, tmp_path / "model.safetensors")
     config_json(tmp_path, n_ctx=64, task_specific_params={}, dtype=None)
     require_same_logits(model_in(tmp_path), hf_model)
@@ -189,47 +158,39 @@ def test_a_configuration_that_says_it_otherwise_is_read_as_transformers_reads_it
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "mistral"}, "model_type = 'mistral'"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = llama3"),
-    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type = linear"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ("llama", {"sliding_window": 16}, "sliding_window = 16"),
     ("llama", {"is_causal": False}, "is_causal = false"),
     ("llama", {"layer_types": ["sliding_attention"]}, "layer_types = sliding_attention"),
     ("llama", {"attention_bias": True}, "mlp_bias = false"),
-    ("llama", {"head_dim": 16}, "'model.layers.0.self_attn.q_proj.weight' is torch.float32 (32,"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("llama", {"hidden_act": "relu"}, "up_proj is not the same as its gate_proj"),
     ("llama", {"quantization_config": {"bits": 4}}, "is of a scheme without a name"),
     ("llama", {"auto_map": {"AutoModel": "x.y"}}, "auto_map is set"),
     ("llama", {"hidden_size": "wide"}, "hidden_size = 'wide'"),
     ("llama", {"hidden_size": None}, "key 'hidden_size' is missing"),
-    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
     ("llama", {"vocab_size": 255}, "'model.embed_tokens.weight' is torch.float32 (256, 32)"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
     ("llama", {"num_hidden_layers": 3}, "lacks the tensor 'model.layers.2."),
     ("llama", {"num_hidden_layers": 1}, "has a tensor too many, 'model.layers.1."),
     ("llama", {"rope_parameters": 7}, "rope_parameters = 7"),
-    ("qwen3", {"attention_bias": True}, "attention_bias = true"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = true"),
-    ("qwen3", {"head_dim": None}, "wanted is (128,)"),
     ("gpt2", {"resid_pdrop": 0.2}, "attn_pdrop = 0.1"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = false"),
     ("gpt2", {"fp8stack": {"bias": False}}, "bias = false, and"),
     # Other names of its sizes must agree.
     ("gpt2", {"hidden_size": 64}, "hidden_size = 64"),
-    ("gpt2", {"num_hidden_layers": 1}, "num_hidden_layers = 1"),
-    ("gpt2", {"num_attention_heads": 2}, "num_attention_heads = 2"),
     ("arcee", {"hidden_act": "silu"}, "hidden_act = silu"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ("olmoe", {"head_dim": 16}, "head_dim = 16"),
-    ("olmoe", {"num_experts": 7}, "wanted is (7, 32)"),
+    ("olmoe", {"attention_bias": True}, "attention_bias = true"),
     ("olmoe", {"num_experts": 65536}, "too few for 2 layers of 65536 experts"),
     ("olmoe", {"num_experts_per_tok": 7}, "per_token 7 is more than the 6 experts"),
-    ("olmoe", {"attention_bias": True}, "attention_bias = true"),
     ("qwen3_moe", {"num_experts": 7}, "num_experts and num_local_experts must agree"),
     ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
     ("qwen3_moe", {"num_hidden_layers": 3}, "decoder_sparse_step = 2: only blocks at the start"),
-    ("mixtral", {"sliding_window": 16}, "sliding_window = 16"),
 ]
 
 
@@ -253,24 +214,21 @@ OPTIONAL = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [case(name, quick=name == "llama") for name in ("gpt2", "llama", "qwen3_moe", "arcee")],
-)
-def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "arcee"])
+def test_keys_of_every_json_type_are_read_or_refused_in_one_line(name, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     table = json.loads(file.read_text())
+    pairs = list(itertools.product(sorted({*table, *OPTIONAL}), OTHERS))
 
     def read_all() -> None:
         several_lines = set[str]()
-        for key in sorted({*table, *OPTIONAL}):
-            for value in OTHERS:
-                file.write_text(json.dumps(table | {key: value}))
-                try:
-                    find_source(f"hf:{tmp_path}")
-                except UserError as error:
-                    several_lines |= {key for _ in str(error).splitlines()[1:]}
+        for key, value in random.Random(name).sample(pairs, 100):
+            file.write_text(json.dumps(table | {key: value}))
+            try:
+                find_source(f"hf:{tmp_path}")
+            except UserError as error:
+                several_lines |= {key for _ in str(error).splitlines()[1:]}
         print(several_lines)
 
     ended = bounded(read_all)
@@ -279,12 +237,10 @@ def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_p
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [
-        *(("gpt2", key) for key in ("vocab_size", "n_positions", "n_inner", "n_layer")),
-        *(("llama", key) for key in ("vocab_size", "intermediate_size", "num_hidden_layers")),
-    ],
-)
-@pytest.mark.parametrize("size", [case(n, quick=n == 2**31) for n in (2**31 - 1, 2**31, 2**40)])
+    [("gpt2", "n_positions"), ("gpt2", "n_layer"), ("llama", "vocab_size"),
+     ("llama", "intermediate_size")],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [2**31, 2**40])
 def test_shapes_are_compared_before_memory_is_taken(name, key, size, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     config_json(tmp_path, **{key: size})
@@ -320,13 +276,6 @@ def _indexed(text: str) -> Callable[[Path], object]:
         (folder / INDEX).write_text(text)
 
     return damage
-
-
-def test_an_index_of_earlier_shards_beside_the_weights_is_not_read(llama):
-    weights = weights_of(model_in(llama))
-    (llama / INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    again = weights_of(model_in(llama))
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize(
@@ -379,27 +328,14 @@ def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(llama, comm
     assert fp8stack.load("cut").config.kv_heads == 2
 
 
-def test_in_fp8_and_out_again_it_is_still_theirs(llama, command):
-    start = ["--init", "hf:llama", "--recipe", "delayed", *TRAIN]
-    assert command("pretrain", "--out", "a", *start) == 0
-    assert command("export", "a", "--out", "x") == 0
-    hf_model = transformers.AutoModelForCausalLM.from_pretrained("x")
-    assert isinstance(hf_model, transformers.LlamaForCausalLM)
-    require_same_logits(fp8stack.load("a"), hf_model)
-
-
-def test_the_nearest_preset_of_a_mixture_is_a_mixture():
-    mixed = load_config("olmoe-7b", {"experts": {"count": 8, "bias": 0.1}, "head_width": 64})
-    name, overrides = nearest_preset(mixed)
-    assert name == "olmoe-7b"
-    assert load_config(name, overrides) == mixed
-
-
 def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is_known_again(
     llama, monkeypatch
 ):
     shape = GPTConfig(vocabulary=50257, context=1024, layers=12, width=768, heads=12, dropout=0.1)
     assert nearest_preset(shape) == ("gpt2-124m", {"dropout": 0.1})
+    mixed = load_config("olmoe-7b", {"experts": {"count": 8, "bias": 0.1}, "head_width": 64})
+    name, overrides = nearest_preset(mixed)
+    assert (name, load_config(name, overrides)) == ("olmoe-7b", mixed)
     source = find_source(f"hf:{llama}")
     requested = parse_config(None, {"model": "gpt-nano"})
     assert "context is 128 here and 64" in refusal(with_source, requested, source)
@@ -407,7 +343,7 @@ def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is
     assert config.model_overrides["dropout"] == 0.1
     assert config.init_from == f"hf:{llama.resolve()}"
     config = with_source(parse_config(None, {}), replace(source, shape=load_config("gpt2-124m")))
-    assert (config.batch, config.accumulate, for_ranks(config, 8).accumulate) == (512, 8, 1)
+    assert (config.batch, config.accumulate, for_ranks(config, 8).accumulate) == (512, 16, 2)
 
 
 def test_dropout_and_keys_without_meaning_here_are_told(tmp_path):

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 import fp8stack
 from fp8stack import GPT
@@ -24,11 +20,8 @@ from fp8stack.precision import load_recipe
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.load import Trained, find_source
 from tests.conftest import refusal
-from tests.support.cases import case
-from tests.support.hf_models import config_json, loaded, logits, require_same_logits, tokens
-from tests.support.quantized_folders import FOLDERS, write_quantized
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.hf_models import config_json, logits, require_same_logits, tokens
+from tests.support.quantized_folders import FOLDERS, dequantized, write_quantized
 
 
 def in_transformers(source: Trained) -> dict[str, torch.Tensor]:
@@ -53,7 +46,7 @@ def test_every_weight_is_dequantized_to_the_bit(layout, kind, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["olmoe", "qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("layout", ["deepseek", "channel", case("nvfp4", quick=False)])
+@pytest.mark.parametrize("layout", ["deepseek", "nvfp4"])
 def test_each_expert_has_scales_of_its_own(layout, model, tmp_path):
     values = write_quantized(tmp_path, layout, model=model)
     weights = in_transformers(find_source(f"hf:{tmp_path}"))
@@ -61,41 +54,11 @@ def test_each_expert_has_scales_of_its_own(layout, model, tmp_path):
     assert all(torch.equal(weights[name], values[name]) for name in weights)
 
 
-@pytest.mark.parametrize("layout", ["deepseek", "deepseek e8m0", "tensor", "channel", "mxfp4"])
+@pytest.mark.parametrize("layout", ["deepseek e8m0", "tensor", "block", "mxfp4"])
 def test_transformers_dequantizes_to_the_same_logits(layout, tmp_path):
     write_quantized(tmp_path, layout, model="qwen3")
-    config: Any = FineGrainedFP8Config if "deepseek" in layout else CompressedTensorsConfig
-    options = {"quantization_config": config(dequantize=True), "dtype": torch.float32}
-    hf_model = loaded(tmp_path, **options).float()  # "fp8" leaves what is not quantized in bfloat16
+    hf_model = dequantized(tmp_path, fp8="deepseek" in layout)
     require_same_logits(model_of(find_source(f"hf:{tmp_path}")), hf_model, atol=1e-4)
-
-
-@pytest.mark.parametrize("layout", ["block", "mxfp6", "mxfp8", "nvfp4"])
-def test_compressed_tensors_dequantizes_to_the_same_bits_in_float32(layout, tmp_path):
-    write_quantized(tmp_path, layout)
-    stored, module = open_folder(tmp_path).stored, "model.layers.0.mlp.up_proj"
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
-    compressor = BaseCompressor.get_value_from_registry(config["format"])
-    keys = compressor.compression_param_names(scheme)
-    tensors = {key: stored[f"{module}.{key}"] for key in keys}
-    elements = tensors.get("weight")
-    if elements is None:  # the values of the packed elements, with scales of one
-        ones = {key: torch.full_like(x.float(), 1).to(x.dtype) for key, x in tensors.items()}
-        if layout != "nvfp4":
-            ones["weight_scale"] = torch.full_like(tensors["weight_scale"], 127)
-        ones["weight_packed"] = tensors["weight_packed"]
-        elements = compressor.decompress(ones, scheme)["weight"]
-    scales = tensors["weight_scale"]
-    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    expected = dequantize(
-        elements.float(),
-        scales.float(),
-        args=scheme.weights,
-        global_scale=tensors.get("weight_global_scale"),
-    )
-    weights = in_transformers(find_source(f"hf:{tmp_path}"))
-    assert torch.equal(weights[f"{module}.weight"], expected)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -117,51 +80,30 @@ def _filled(key: str, value: float) -> Callable[[Tensors], Any]:
 
 WRONG: list[tuple[str, Callable[[Tensors], Any], str]] = [
     ("deepseek", _without("weight_scale_inv"), f"'{UP}.weight' has no 'weight_scale_inv' beside"),
-    (
-        "autofp8",
-        _without("weight_scale"),
-        "beside it, as FP8 with a float32 scale per tensor (fp8)",
-    ),
-    ("channel", _without("weight_scale"), f"'{UP}.weight' has no 'weight_scale' beside it"),
     ("nvfp4", _without("weight_global_scale"), "has no 'weight_global_scale' beside it"),
     ("deepseek", _filled("weight_scale_inv", math.nan), "weight_scale_inv' holds nan, where FP8"),
     ("mxfp4", _filled("weight_scale", 255), f"'{UP}.weight_scale' holds nan, where FP4"),
-    (
-        "nvfp4",
-        _changed("weight_scale", lambda s: (s.float() - 99).to(s.dtype)),
-        "_proj.weight_scale' holds -",
-    ),
     ("tensor", _filled("weight_scale", -1.0), "_proj.weight_scale' holds -1, where FP8"),
-    ("channel", _filled("weight_scale", 0.0), "_proj.weight_scale' holds 0, where FP8"),
     ("deepseek", _filled("weight_scale_inv", 1e-45), "_proj.weight_scale_inv' holds 1.4e-45"),
-    ("nvfp4", _filled("weight_global_scale", -math.inf), "_global_scale' holds -inf, where FP4"),
     ("nvfp4", _filled("weight_global_scale", 0.0), "_proj.weight_global_scale' holds 0"),
     ("nvfp4", _filled("weight_global_scale", 1e38), "_proj.weight_global_scale' holds 1e+38"),
     ("deepseek", _changed("weight_scale_inv", lambda s: s[:1]), "is F32 [1, 2], where FP8 with"),
     ("deepseek", _changed("weight_scale_inv", torch.Tensor.int), "is I32 [3, 2], where FP8 with"),
-    ("channel", _changed("weight_scale", torch.Tensor.t), "is F32 [1, 384], where FP8"),
     ("tensor", _changed("weight_scale", lambda s: s.expand(2)), "is F32 [2], where FP8"),
-    ("mxfp4", _changed("weight_scale", lambda s: s[:, :-1]), "is U8 [384, 7], where FP4"),
-    ("nvfp4", _changed("weight_scale", torch.Tensor.float), "is F32 [384, 16], where FP4"),
     ("mxfp4", _changed("weight_packed", torch.Tensor.short), "is I16 [384, 128], as FP4"),
     ("mxfp6", _changed("weight_packed", lambda x: x[:, 1:]), "is U8 [384, 191], as FP6"),
-    ("channel", _changed("weight", lambda w: w[1:]), "is F32 [384, 1], where FP8"),
     ("deepseek", lambda t: t.update({f"{UP}.weight_g_idx": torch.ones(1)}), "a tensor too many"),
     ("deepseek", _changed("weight", lambda w: w.view(torch.uint8)), "_proj.weight' is torch.uint8"),
 ]
 
 
 @pytest.mark.parametrize(("layout", "damage", "message"), WRONG)
-def test_a_folder_with_wrong_scales_is_one_line(layout, damage, message, command, tmp_path, capsys):
-    write_quantized(tmp_path / "x", layout)
-    tensors = safetensors.torch.load_file(tmp_path / "x/model.safetensors")
+def test_a_folder_with_wrong_scales_is_one_line(layout, damage, message, tmp_path):
+    write_quantized(tmp_path, layout)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     damage(tensors)
-    safetensors.torch.save_file(tensors, tmp_path / "x/model.safetensors")
-    assert command("export", "hf:x", "--out", "y") == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("fp8stack: x")
-    assert error.count("\n") == 1
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    assert message in refusal(find_source, f"hf:{tmp_path}")
 
 
 def _group(**changes: Any) -> Callable[[dict[str, Any]], Any]:
@@ -174,30 +116,22 @@ def _targets(target: str) -> Callable[[dict[str, Any]], Any]:
 
 UNREAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("deepseek", lambda c: c.update(quant_method="gptq", bits=4), "is of gptq: read are fp8"),
-    ("deepseek", lambda c: c.update(quant_method="awq"), "is of awq: read are fp8"),
-    ("deepseek", lambda c: c.update(quant_method="bitsandbytes"), "is of bitsandbytes: read are"),
     ("deepseek", lambda c: c.pop("quant_method"), "is of a scheme without a name"),
     ("deepseek", lambda c: c.update(weight_block_size=[100, 100]), "= [100, 100]: blocks are read"),
-    ("deepseek", lambda c: c.update(weight_block_size=7), "= 7: blocks are read"),
     ("deepseek", lambda c: c.update(fmt="e5m2"), "fmt = e5m2: only e4m3"),
     ("deepseek", lambda c: c.update(expert_dtype="fp4"), "expert_dtype = fp4: only fp8"),
-    ("channel", _group(type="int"), "only weights of type float that are symmetric"),
     ("channel", _group(symmetric=False), "only weights of type float that are symmetric"),
     ("channel", _group(strategy="group", group_size=128), "8 bits with strategy = group: 8 bits"),
     ("channel", _group(num_bits=4), "of 4 bits with strategy = channel: 8 bits with tensor"),
     ("block", _group(block_structure=[64, 64]), "block_structure = [64, 64]: blocks are read"),
     ("mxfp4", _group(group_size=16), "num_bits and group_size must be 4 and 32"),
     ("channel", lambda c: c.update(format="int-quantized"), "compressed-tensors int-quantized"),
-    ("channel", lambda c: c.update(format="pack-quantized"), "compressed-tensors pack-quantized"),
     ("channel", lambda c: c.update(config_groups=[]), "it has no table config_groups"),
     ("channel", lambda c: c.update(config_groups={"FP8": ["Linear"]}), "FP8 has no list of targ"),
     ("channel", lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_c"),
     ("channel", lambda c: c.update(transform_config={"config_groups": {}}), "transform_config is"),
     ("channel", _targets("re:("), "is no pattern"),
-    ("channel", _targets("re:" + "(" * 5000), "its target re:((((("),
     ("channel", _targets(r"re:(.)\1"), r"its target re:(.)\1 is no pattern that is read"),
-    ("channel", _targets("re:(.*)*(.*)*(.*)*(.*)*!"), "gives it no scheme"),
-    ("channel", _targets("re:*_proj"), "its target re:*_proj is no pattern"),
     ("channel", _targets("x"), "gives it no scheme"),
     ("channel", lambda c: c["config_groups"]["group_0"].update(weights=7), "weights are no table"),
     ("channel", lambda c: c["config_groups"]["group_0"].pop("weights"), "is torch.float8_e4m3fn"),
@@ -216,25 +150,11 @@ def test_a_scheme_that_is_not_read_is_one_line_that_names_it(layout, change, mes
     assert "float32, bfloat16 or float16." in error
 
 
-def test_a_target_without_re_is_no_pattern(tmp_path):
-    values = write_quantized(tmp_path, "channel")
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    config["config_groups"]["group_0"]["targets"].append("(")
-    config_json(tmp_path, quantization_config=config)
-    weights = in_transformers(find_source(f"hf:{tmp_path}"))
-    assert all(torch.equal(weights[name], values[name]) for name in weights)
-
-
 NEAREST = {
     ("deepseek", "headroom"): "block --set recipe.quantizer.scale=float32",
-    ("deepseek", "power_of_two"): "block",
     ("deepseek ue8m0", "headroom"): "block",
-    ("tensor", "headroom"): "current",
     ("tensor", "power_of_two"): "current --set recipe.quantizer.scale=power_of_two",
     ("channel", "headroom"): "rowwise --set recipe.quantizer.scale=float32",
-    ("channel", "power_of_two"): "rowwise",
-    ("block", "headroom"): "block --set recipe.quantizer.scale=float32",
-    ("mxfp8", "headroom"): "mxfp8",
     ("mxfp6", "headroom"): "mxfp6_e2m3",
     ("mxfp4", "headroom"): "mxfp4",
     ("nvfp4", "headroom"): "nvfp4 --set 'recipe.weight.block=[1, 16]'",

@@ -18,23 +18,14 @@ import fp8stack
 from fp8stack.trained.export.card import CARD, MARK, model_card
 from fp8stack.trained.export.format_files import hf_files, load_source
 from fp8stack.training.load import find_source
-from tests.conftest import TINY, exit_code
+from tests.conftest import metrics
 from tests.support.hf_models import loaded, require_same_logits, weights_of
 from tests.support.hub_stand_in import TOKEN, Hub
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("trained") / "run"
-    assert exit_code("pretrain", "--recipe", "current", "--out", str(out), *TINY) == 0
-    return out
-
-
-@pytest.fixture
-def run(trained, tmp_path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+@pytest.fixture(autouse=True)
+def copied(run, tmp_path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
 
 
 def front_matter(card: str) -> dict:
@@ -45,17 +36,16 @@ def front_matter(card: str) -> dict:
 def test_a_card_says_what_is_known(run, command):
     assert command("export", "run", "--out", "x") == 0
     card = Path("x", CARD).read_text()
-    assert front_matter(card) == {"library_name": "transformers", "tags": ["fp8stack", "current"]}
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    loss = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+    assert front_matter(card) == {"library_name": "transformers", "tags": ["fp8stack", "delayed"]}
+    loss = next(row["val_loss"] for row in reversed(metrics(run)) if "val_loss" in row)
     parameters = fp8stack.load(run).config.parameters()
     for line in (
         f"| parameters | {parameters:,} |",
         "| layers, width, heads | 1, 32, 2 |",
-        "| recipe | `current`, computed by the backend emulate |",
-        "| steps | 12 |",
-        "| tokens | 1,536 |",  # 12 steps of 4 windows of 32
-        f"| validation loss | {loss:.4f} nats per token, after step 12 |",
+        "| recipe | `delayed`, computed by the backend emulate |",
+        "| steps | 6 |",
+        "| tokens | 768 |",  # 6 steps of 4 windows of 32
+        f"| validation loss | {loss:.4f} nats per token, after step 6 |",
         f"| made with | fp8stack {fp8stack.__version__}, torch {torch.__version__} |",
         'AutoModelForCausalLM.from_pretrained("FOLDER")',
     ):
@@ -78,7 +68,7 @@ def test_what_was_written_is_json_on_request(run, command, capsys):
     assert result.keys() == {"out", "format", "title", "parameters", "dtype", "source", "notes"}
     assert (result["out"], result["format"], result["dtype"]) == ("x", "fp8", "fp32")
     assert result["parameters"] == fp8stack.load(run).config.parameters()
-    assert result["source"] == "run/checkpoints/step-000012"
+    assert result["source"] == "run/checkpoints/step-000006"
     assert printed.err.splitlines() == [f"note: {note}" for note in result["notes"]]
     card = Path("x", CARD).read_text()
     assert "compressed-tensors" in front_matter(card)["tags"]

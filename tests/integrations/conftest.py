@@ -1,0 +1,8 @@
+"""What all tests of integrations share."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """Tiny GEMMs run on one thread."""
