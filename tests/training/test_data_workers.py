@@ -32,7 +32,6 @@ from tests.conftest import TINY
 from tests.faults.processes import Child, Ended, difference, last_step, run_ranks
 from tests.support.cases import case
 
-DOCS = Path(__file__).parents[2] / "docs"
 WORDS = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY, "--set", "workers=2"]
 WORDS += ["--set", "worker_timeout=2"]
 
@@ -171,13 +170,6 @@ def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Pa
     assert difference(tmp_path / "r", twin) == ""
 
 
-def test_shared_memory_that_a_worker_died_of_is_named(tmp_path):
-    change = partial(reading, 7, signal_itself, signal.SIGBUS)
-    ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
-    assert ended.code == 75
-    assert "(SIGBUS). Perhaps /dev/shm, the shared memory, is full." in ended.stderr
-
-
 def test_all_ranks_end_alike_if_one_of_them_loses_a_worker(tmp_path):
     change = partial(reading, 7, signal_itself, signal.SIGKILL)
     ended: list[Ended] = run_ranks(WORDS, tmp_path, 2, change=change)
@@ -250,22 +242,3 @@ def test_a_lost_worker_keeps_its_message_on_its_way_to_the_main_process():
     )
     wrapped += ' call last):\n  File "x"\nfp8stack.errors.DataWorkerLost: It is: full.\n'
     assert str(DataWorkerLost(wrapped)) == str(DataWorkerLost("It is: full.")) == "It is: full."
-
-
-def test_the_loop_of_the_docs_starts_again_on_the_exit_code_of_a_lost_worker(tmp_path):
-    page = (DOCS / "long_runs.md").read_text()
-    script = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.S) if "seq" in block)
-    (tmp_path / "fp8stack").write_text(
-        f'#!/bin/sh\necho "$@" >> tries\n[ $(wc -l < tries) -ge 3 ] || exit '
-        f"{DataWorkerLost.exit_code}\n"
-    )
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    for name in ("fp8stack", "sleep"):
-        (tmp_path / name).chmod(0o755)
-    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert (
-        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=path, check=False).returncode == 0
-    )
-    tries = (tmp_path / "tries").read_text().splitlines()
-    assert len(tries) == 3
-    assert all(line.startswith("pretrain --resume auto --out runs/long") for line in tries)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from torch import Tensor
 
 import fp8stack
 from fp8stack.analysis.compare import runs as comparison_runs
 from fp8stack.common.errors import UserError
-from fp8stack.data import load_corpora, texts, tokenizer
+from fp8stack.data import load_corpora, texts
 from fp8stack.data.tokenizer import tokenizer_from_json
 from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import parse_config
@@ -24,7 +23,6 @@ from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.load import tokenizer_of_run
 from tests.analysis.compare.test_comparison import InProcess, stand_in
 from tests.conftest import TINY, exit_code, losses
-from tests.support.small_loop import SmallLoop
 from tests.support.small_tokenizers import trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,15 +97,6 @@ def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_
     small = ["--steps", "2", "--batch", "4", "--context", "32"]
     assert command("compare", *flags, *small, "--set", "model_overrides.layers=1") == 0
     assert {vocabulary_of(run) for run in (tmp_path / "compared/runs").iterdir()} == {300}
-
-
-def test_the_same_command_goes_on_with_the_vocabulary_of_its_tokens(command, tokens, tmp_path):
-    """Its other keys of the model do not take the place of that one."""
-    words = ["pretrain", *TINY, "--recipe", "fp32", "--data", str(tokens), "--out", "run"]
-    words += ["--set", "model.layers=1"]
-    assert command(*words, "--steps", "4", "--set", "save_every=2") == 0
-    assert command(*words, "--steps", "5", "--resume", "auto") == 0
-    assert vocabulary_of(tmp_path / "run") == 300
 
 
 def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
@@ -202,38 +191,6 @@ def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, ca
     again = ["pretrain", "--resume", "cut"]
     refused(*again, "--data", "0.7:a.txt,0.3:b.txt", message="the data are not those")
     refused(*again, "--set", "data_order=random", message="data_order")
-
-
-def test_a_step_that_goes_bad_is_looked_into_with_its_documents(tokens, tmp_path):
-    small = SmallLoop(
-        tmp_path / "run", "delayed", data=str(tmp_path / tokens), document_mask=True, steps=10,
-        model_overrides={"vocabulary": 300},
-    )  # fmt: skip
-    small.spoil("", {5, 6, 7})
-    assert small.go() == 0
-    assert small.guard_events()[:3] == [(5, "skip"), (6, "skip"), (7, "skip")]
-
-
-def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(command, tmp_path):
-    none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
-    assert command("pretrain", *none, "--out", "whole", *TINY, "--no-guard") == 0
-    cut = cut_short(tmp_path / "whole")
-    assert command("pretrain", "--resume", "cut", "--guard") == 0
-    assert losses(cut) == losses(tmp_path / "whole")
-    assert len(losses(cut)) == 12
-
-
-def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command, tmp_path):
-    words = {word: number for number, word in enumerate([*WORDS, "[UNK]", "<|endoftext|>"])}
-    word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    word_tokenizer.add_special_tokens(["<|endoftext|>"])
-    word_tokenizer.save(str(tmp_path / "words.json"))
-    (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
-    flags = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens"]
-    assert command("prepare", *flags) == 0
-    assert command("pretrain", "--data", "tokens", "--out", "run", *SHORT) == 0
-    assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
 
 
 def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(command, tokens, tmp_path):
@@ -394,26 +351,6 @@ def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_pa
     assert (tmp_path / "r/tokenizer.json").read_text() == model_tokenizer.read_text()
     model_tokenizer.unlink()
     assert command("pretrain", "--resume", "r", "--steps", "3") == 0
-
-
-@pytest.mark.parametrize("data", ["text", "bin"])
-def test_a_new_run_loads_the_tokenizer_that_it_names_once(data, tokens, tmp_path, monkeypatch):
-    (tmp_path / "t.txt").write_text(TEXT)
-    train = next(tmp_path.glob("tokens/**/*.bin"))
-    shutil.copy(train, tmp_path / "train.bin")
-    loads: list[str] = []
-
-    def load(name: str, end_of_text: str | None) -> tokenizer.Tokenizer:
-        loads.append(name)
-        return load_uncounted(name, end_of_text)
-
-    load_uncounted = tokenizer._load
-    monkeypatch.setattr(tokenizer, "_load", load)
-    file = str(tmp_path / "tokens")
-    path = tmp_path / {"text": "t.txt", "bin": "train.bin"}[data]
-    run = SmallLoop(tmp_path / "r", "fp32", data=str(path), tokenizer=file).run
-    assert run.model.config.vocabulary == 300
-    assert loads == [file]
 
 
 def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):

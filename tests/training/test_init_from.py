@@ -141,12 +141,6 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(name, code, expecte
     assert not Path("new").exists()
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source, begun):
-    _damage(source / "checkpoints" / "step-000012")
-    run = begun("new", source)
-    assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000008")
-
-
 def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
     source, command, tmp_path, monkeypatch, capsys
 ):
@@ -166,15 +160,3 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
     assert losses(tmp_path / "cut") == uninterrupted
     config = parse_config(str(tmp_path / "cut/run.toml"), {})
     assert config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
-
-
-def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
-    source, command, tmp_path, capsys
-):
-    assert command("pretrain", "--out", "new", *TINY, "--init-from", "source") == 0
-    note = next(line for line in capsys.readouterr().out.splitlines() if "weights of" in line)
-    uninterrupted = losses(tmp_path / "new")
-    shutil.rmtree("new/checkpoints")
-    assert command("pretrain", "--resume", "new") == 0
-    assert note in capsys.readouterr().out.splitlines()
-    assert losses(tmp_path / "new") == uninterrupted

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from rich.console import Console
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 
 from fp8stack.common.errors import UserError
@@ -61,15 +60,6 @@ def test_the_learning_rate_is_the_schedule_computed_by_hand(keys, expected):
     assert {step: learning_rate(step, config) for step in expected} == pytest.approx(expected)
 
 
-def test_matrices_decay_and_vectors_do_not():
-    model = _model("fp32")
-    decaying, resting = build_optimizer(model, RunConfig(weight_decay=0.3)).param_groups
-    assert (decaying["weight_decay"], resting["weight_decay"]) == (0.3, 0.0)
-    assert {p.ndim for p in decaying["params"]} == {2}
-    assert {p.ndim for p in resting["params"]} == {1}
-    assert len(decaying["params"]) + len(resting["params"]) == len(list(model.parameters()))
-
-
 def test_adamw_is_torchs_own_update_by_hand():
     weight = torch.nn.Parameter(torch.tensor([[2.0]]))
     module = torch.nn.Module()
@@ -110,29 +100,6 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_whatever_the_batch():
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context():
-    model = _model("fp32").eval()
-    cold = sample(model, [3], 40, temperature=1e-6, seed=0)
-    assert cold == sample(model, [3], 40, temperature=1e-6, seed=1)
-    with torch.no_grad():
-        assert cold[0] == model(torch.tensor([[3]]))[0, -1].argmax().item()
-    assert len(cold) == 40
-    assert max(cold) < 61
-
-
-def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same(monkeypatch):
-    model = _model("fp32")
-    expected = sample(model, [1, 2], 8, temperature=1.0, seed=5)
-    compiler = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model.forward, backend=compiler, dynamic=False)
-    monkeypatch.setattr(model, "forward", compiled)
-    assert sample(model, [1, 2], 8, temperature=1.0, seed=5) == expected
-    assert not compiler.graphs
-    tokens = torch.randint(61, (4, 17))
-    validation_loss(model, tokens, 4, torch.device("cpu"))
-    assert len(compiler.graphs) == 1  # the sample did not turn compilation off
-
-
 @pytest.mark.parametrize(
     ("missing", "hardware", "remedy"),
     [
@@ -156,16 +123,6 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     monkeypatch.delenv("CC", raising=False)
     with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
         require_compiler(plan)
-
-
-def test_with_what_compiling_needs_there_is_no_error(monkeypatch, tmp_path):
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with inductor.patch("cpp.cxx", (sys.executable,)):
-        require_compiler(resolve("fp32", CPU))
-    monkeypatch.setattr(toolchain, "find_spec", lambda name: object())
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
-    require_compiler(resolve("bf16", Hardware("cuda", (9, 0))))
 
 
 @pytest.mark.parametrize(
@@ -238,18 +195,6 @@ def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts(monkeypatc
     assert throughput.BURSTS_S <= now < throughput.BURSTS_S + 0.06
 
 
-def test_a_fast_cpus_peak_is_measured_of_larger_products():
-    now = 0.0
-
-    def burst(size: int) -> float:
-        nonlocal now
-        seconds = 2 * size**3 / (1e13 if size >= 2048 else 3e12)
-        now += seconds
-        return seconds
-
-    assert best_tflops(burst, lambda: now) == pytest.approx(10.0)
-
-
 def test_a_step_that_is_faster_than_the_measured_peak_raises_it():
     measured = Peak(tflops=0.1, name="100 GFLOP/s measured fp32 matmul", measured=True)
     assert measured.at_least(0.09) is measured
@@ -261,14 +206,6 @@ def test_a_step_that_is_faster_than_the_measured_peak_raises_it():
     sheet = Peak(tflops=989.0, name="989 TFLOP/s half")
     assert sheet.at_least(1000.0) is sheet
     assert Peak(tflops=None, name="none").at_least(1.0).mfu(1.0) is None
-
-
-def test_no_row_of_a_run_has_an_mfu_above_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda *_: 1e-9)
-    assert SmallLoop(tmp_path / "r", "fp32", steps=4).go() == 0
-    shares = [row["mfu"] for row in metrics(tmp_path / "r")]
-    assert len(shares) == 4
-    assert (shares[0], max(shares)) == (1.0, 1.0)
 
 
 ROW = {
@@ -364,23 +301,6 @@ def test_the_plot_is_a_picture_even_of_little():
     rows[-1]["val_loss"] = 0.2
     for metrics_rows in (rows, rows[:1], [{"step": 1, "loss": None}], []):
         assert loss_plot(Metrics(rows=metrics_rows), "a$_{$, title").startswith(b"\x89PNG")
-
-
-def test_the_last_evaluation_has_its_own_number_of_windows(tmp_path):
-    loops = {
-        "few": SmallLoop(tmp_path / "few", "fp32", steps=3),
-        "many": SmallLoop(tmp_path / "many", "fp32", steps=3, eval_windows=9),
-        "both": SmallLoop(tmp_path / "both", "fp32", steps=3, final_eval_windows=9),
-    }
-    for step in (2, 3):
-        losses = {}
-        for name, small in loops.items():
-            small.run.state.step = step
-            losses[name] = small.loop.evaluate()
-            if step == 3:
-                small.run.folder.release()
-        assert losses["few"] != losses["many"]
-        assert losses["both"] == losses["few" if step == 2 else "many"]
 
 
 def test_a_step_that_was_taken_again_is_evaluated_though_it_was_before_the_roll_back(tmp_path):

@@ -122,16 +122,6 @@ def test_list_show_and_report_say_that_a_run_is_running(
         assert ending in page
 
 
-def test_a_run_of_the_last_steps_is_running_until_its_process_ends(unfinished, command, capsys):
-    os.chdir(unfinished.parents[1])
-    text = (unfinished / "run.toml").read_text()
-    (unfinished / "run.toml").write_text(text.replace("steps = 200", "steps = 20"))
-    for held, state in ((True, "running"), (False, "done")):
-        with held_by_another_process(unfinished / ".lock") if held else os.scandir():
-            assert command("list", "runs", "--json") == 0
-            assert json.loads(capsys.readouterr().out)[0]["state"] == state
-
-
 @pytest.mark.parametrize(
     "flags",
     [

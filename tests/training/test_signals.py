@@ -127,16 +127,6 @@ def test_requests_are_heard_where_the_terminal_is_gone_and_not_by_children(monke
         assert requested()
 
 
-def test_a_run_started_by_nohup_outlives_its_terminal():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_requests() as requested:
-            signal.raise_signal(signal.SIGHUP)
-            assert not requested()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_a_request_that_came_before_counts_where_a_stop_is_at_once():
     before = signal.getsignal(signal.SIGTERM)
 

@@ -52,17 +52,6 @@ def test_the_loss_of_a_folder_of_transformers_is_transformers_own(transformers_f
     assert scores[0].bits_per_byte == pytest.approx(bits, abs=1e-4)
 
 
-def test_the_text_of_a_folder_of_transformers_is_transformers_own(transformers_folder):
-    written = list(b"some text")
-    text = fp8stack.generate("hf:theirs", "some text", tokens=20, temperature=0, recipe="fp32")
-    for _ in range(20):
-        token = int(_logits(transformers_folder, torch.tensor([written]))[0, -1].argmax())
-        if token == 255:  # ends the document
-            break
-        written.append(token)
-    assert text == bytes(written).decode(errors="replace")
-
-
 def test_a_folder_of_transformers_runs_in_fp8_but_not_with_scales_that_it_does_not_have(
     transformers_folder,
 ):

@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from fp8stack.common import io
 from fp8stack.common.errors import NumericFailure, StorageError
 from fp8stack.training.checkpoint import reader, writer
-from fp8stack.training.checkpoint.saver import HostCopy, Saver
+from fp8stack.training.checkpoint.saver import Saver
 from tests.conftest import TINY, losses
 from tests.training.checkpoint.test_reader import GUARD, INFO
 
@@ -112,18 +111,6 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, gate):
     assert _names(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_host_memory_is_used_again_and_made_anew_only_where_shapes_changed():
-    host = HostCopy()
-    host.take(_tensors(1))
-    first = host.values()
-    host.take(_tensors(2) | {"rng": {"cpu": torch.zeros(4, dtype=torch.uint8)}})
-    second = host.values()
-    for name, value in _tensors(2)["model"].items():
-        assert second["model"][name].data_ptr() == first["model"][name].data_ptr()
-        assert torch.equal(second["model"][name], value)
-    assert second["rng"]["cpu"].shape == (4,)
-
-
 def _no_room(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -162,34 +149,6 @@ def test_another_error_is_not_hidden_by_a_full_disk_but_both_are_told(
     saver.save(1, INFO, lambda: _tensors(1))
     saver.__exit__(NumericFailure, failure, None)
     assert "the disk is full" in capsys.readouterr().out
-
-
-def test_whoever_interrupts_twice_does_not_wait_for_the_disk(tmp_path, gate):
-    with suppress(KeyboardInterrupt), _saver(tmp_path) as saver:
-        saver.save(1, INFO, lambda: _tensors(1))
-        raise KeyboardInterrupt
-    assert not list(tmp_path.glob("step-*"))
-    assert saver._thread is not None
-    assert saver._thread.daemon  # nor does Python when it ends
-    gate.opened.set()
-    saver.wait()
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(in_background, tmp_path):
-    visible: list[list[str]] = []
-    saver = _saver(
-        tmp_path, in_background=in_background, before=lambda: visible.append(_names(tmp_path))
-    )
-    saver.save(1, INFO, lambda: _tensors(1))
-    saver.wait()
-    assert visible == [[]]
-
-
-def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path):
-    writer.write(tmp_path, reader.Checkpoint(step=1, info=INFO, tensors=_tensors(1)))
-    for file in (tmp_path / "step-000001").iterdir():
-        assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
 
 
 # Retention

@@ -1,6 +1,5 @@
 """An error on one rank becomes the same error on all ranks; so do differences between ranks."""
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from fp8stack.common.errors import UserError
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
-from fp8stack.training.distributed.process_group import ALONE
 from fp8stack.training.run_plans import plan_run
 from tests.conftest import metrics
 from tests.faults.processes import checkpoints, last_step, run_ranks
@@ -94,25 +92,6 @@ def test_three_ranks_share_rows_that_they_cannot_share_equally(shared):
     assert three_ranks == pytest.approx(one_rank, rel=5e-3)
 
 
-def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(shared):
-    by_one_rank, two = (
-        {json.loads(row).get("operand") for row in (shared[ranks] / "telemetry.jsonl").open()}
-        for ranks in (1, 2)
-    )
-    assert by_one_rank - two == {"weight"}
-    assert "input" in two
-
-
-def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_began(
-    folder, command, monkeypatch
-):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    named = "r/checkpoints/step-000002"
-    assert command(*WORDS, "--resume", named, "--steps", "4") == 0
-    assert last_step(folder / "r") == 4
-    assert [path.name for path in checkpoints(folder / "r")] == ["step-000002", "step-000004"]
-
-
 def test_ranks_begin_a_branch_together(folder):
     named = "r/checkpoints/step-000002"
     ended = run_ranks([*WORDS, "--resume", named, "--out", "n", "--recipe", "current"], folder, 2)
@@ -134,11 +113,6 @@ def test_a_branch_that_is_started_again_goes_on(folder, command, monkeypatch, ca
     shutil.rmtree(folder / "n/checkpoints/step-000004")
     assert command(*words) == 0
     assert "resumed from n/checkpoints/step-000002" in capsys.readouterr().out
-
-
-def test_an_error_within_two_agreements_is_told_once():
-    with pytest.raises(UserError, match="once"), ALONE.together(), ALONE.together():
-        raise UserError("once")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "block", "mxfp8"])

@@ -1,6 +1,5 @@
 """Gradients that ranks exchange in bfloat16: half the bytes, the same training, off by default."""
 
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from fp8stack.precision import Hardware
 from fp8stack.training.distributed import parallelize
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.run_plans import plan_run
-from fp8stack.training.setup.build import without_effect
 from tests.conftest import metrics
-from tests.faults.processes import difference, in_ranks, last_step, run_ranks
+from tests.faults.processes import in_ranks, run_ranks
 from tests.faults.twins import TEXT
 
 BF16 = ("--set", "grad_compression=bf16")
@@ -182,24 +180,6 @@ def test_a_compressed_run_learns_the_same(recipe, folder):
     assert losses[1] != losses[0]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "ranks"),
-    [("delayed", 2), ("fp32", 3), ("delayed", 3)],
-)
-@pytest.mark.slow
-def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folder):
-    words = ["pretrain", "--device", "cpu", *SMALL, "--recipe", recipe, *BF16]
-    words += ["--save-every", "2", "--batch", "6", "--resume", "auto"]
-    runs = [folder / f"{recipe}-{ranks}-{name}" for name in ("clean", "killed")]
-    for run, faults in zip(runs, ("", "kill@step:4"), strict=True):
-        ended = run_ranks([*words, "--out", run.name], folder, ranks, faults)
-        assert [rank.code for rank in ended] == [-signal.SIGKILL if faults else 0] * ranks
-    assert last_step(runs[1]) == 2
-    ended = run_ranks([*words, "--out", runs[1].name], folder, ranks)
-    assert [rank.code for rank in ended] == [0] * ranks
-    assert difference(runs[1], runs[0]) == ""
-
-
 @pytest.mark.capability("E4")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", *FP8])
@@ -226,11 +206,3 @@ def test_with_fsdp_it_is_refused_by_name():
         plan_run(config, cpu, 2)
     for possible, ranks in ((RunConfig(grad_compression="bf16"), 2), (config, 1)):
         assert plan_run(possible, cpu, ranks).plans
-
-
-def test_one_rank_is_told_that_it_changes_nothing():
-    config = RunConfig(grad_compression="bf16")
-    (note,) = without_effect(config, False, 1, compiled=False)
-    assert note == "grad_compression changes nothing here: there is one rank"
-    assert without_effect(config, False, 2, compiled=False) == ()
-    assert without_effect(RunConfig(), False, 1, compiled=False) == ()

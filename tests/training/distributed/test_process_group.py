@@ -1,9 +1,6 @@
 """Training in several ranks comes to the numbers of one, and how ranks agree with each other."""
 
-import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,18 +143,6 @@ def test_a_rank_that_left_is_missed_in_one_line(answers):
     assert "\n" not in message
 
 
-def _start_again(port: int, restart: int, rank: int) -> list[bool]:
-    """Join by a launcher's store, as the ranks of torchrun do, the main rank well before."""
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
-    time.sleep(rank * restart)
-    return [join("cpu", 10).any(rank == flagged) for flagged in (0, 1)]
-
-
-def test_ranks_that_are_started_again_do_not_meet_those_before():
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for restart in (0, 1):
-        assert in_ranks(partial(_start_again, store.port, restart), 2) == [[True, True]] * 2
 
 
 def test_one_process_exchanges_nothing():
@@ -192,14 +177,6 @@ def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words,
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(words)):
         join("cpu", 60)
-
-
-def test_a_rank_with_a_gpu_needs_to_know_which(monkeypatch):
-    for key, value in LAUNCHED.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(UserError, match="LOCAL_RANK is not set"):
-        join("cuda", 1)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])
@@ -378,13 +355,6 @@ def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
 
 
-@pytest.mark.slow
-def test_two_ranks_draw_the_random_bits_of_one(trained):
-    mine = trained.folder / "mine.toml"
-    mine.write_text('like = "mxfp4"\nrounding = "stochastic"\n')
-    compare(trained, str(mine), "emulate", "ddp")
-
-
 @pytest.mark.capability("C1")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.full
@@ -422,13 +392,6 @@ def test_two_ranks_train_as_one_compiled(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel, ("--compile", "--set", "rank_timeout=600"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_four_ranks_train_as_one(trained, recipe, parallel):
-    compare(trained, recipe, "auto", parallel, ranks=4)
-
-
 @contextmanager
 def _on_te(recipe: str, rank: int) -> Iterator[None]:
     """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
@@ -451,14 +414,3 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 @pytest.mark.full
 def test_two_ranks_train_as_one_by_transformer_engine(trained, recipe):
     compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
-
-
-def test_the_parallel_flag_changes_nothing_in_one_process(command, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(3000)))
-    flags = [*WORDS, "--recipe", "fp32", "--steps", "2"]
-    assert command(*flags, "--parallel", "fsdp", "--out", "a") == 0
-    assert command(*flags, "--out", "b") == 0
-    assert [row["loss"] for row in metrics(tmp_path / "a")] == [
-        row["loss"] for row in metrics(tmp_path / "b")
-    ]
-    assert "torch.distributed.fsdp" in sys.modules  # and yet it was not used

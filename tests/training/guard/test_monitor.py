@@ -12,7 +12,6 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from fp8stack.common.errors import NumericFailure
-from fp8stack.layers.operands import RngState
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.guard.diagnosis import place_of
@@ -82,17 +81,6 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_count(loss, norm,
     assert same(watched.state(), before) != enabled  # nobody is there to act: nothing moves on
 
 
-def test_the_first_step_restores_counters_on_the_device_although_no_layer_moved_them_before():
-    draws = RngState()
-    draws.layer("a"), draws.layer("b")
-    parameter = nn.Parameter(torch.zeros(3, device="meta"))
-    monitor = Monitor(torch.optim.SGD([parameter]), GuardConfig(), draws=draws)
-    monitor.begin()
-    draws.move(parameter.device)  # as the model does before its first pass
-    monitor.judge(1, torch.zeros((), device="meta"), torch.zeros((), device="meta"))
-    assert {layer.counter.device.type for layer in draws.layers.values()} == {"meta"}
-
-
 def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_good_one():
     watched = Watched()
     watched.step(1, NAN, 1.0)
@@ -117,15 +105,6 @@ def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_ar
     watched.watch.forgive()
     look = watched.poll()
     assert (look.streak, look.skipped) == (0, False)
-
-
-def test_finite_steps_are_those_of_an_optimizer_without_a_watch():
-    watched, alone = Watched(), Watched()
-    del alone.optimizer.found_inf  # type: ignore[attr-defined]
-    for step in range(1, 4):
-        watched.step(step, 1.0, 0.5 * step)
-        alone.step(step, 1.0, 0.5 * step)
-    assert same(watched.state(), alone.state())
 
 
 def test_an_overflow_of_fp16_is_skipped_alone_and_counted():
@@ -178,16 +157,6 @@ def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count):
     assert "is above its limit" in bad[1].reason
     watched.step(303, float(loss_limit * nearly), float(norms[-1]))
     assert watched.poll().bad == ()
-
-
-def test_no_step_is_a_spike_before_the_warm_up_is_over():
-    watched = Watched(warmup=20)
-    for step in range(1, 20):
-        watched.step(step, 3.0, 1.0)
-    watched.step(20, 300.0, 1.0)
-    assert not watched.skipped()
-    watched.step(21, 300.0, 1.0)
-    assert watched.skipped()
 
 
 def test_bad_steps_do_not_poison_the_window():
@@ -329,17 +298,6 @@ def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(algo
     assert named == ("clear_amax", "blocks.0.mlp.up", "input")
 
 
-def test_without_a_guard_fp16_that_overflows_with_the_smallest_scale_takes_no_later_step(tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp16", log_every=10, first_loss_scale=1.0, **OFF)
-    small.spoil(PLACES["gradient"], {3})
-    small.advance(2)
-    before = small.state()
-    small.advance(7)
-    with pytest.raises(NumericFailure, match=r"Step 3: the gradient norm is nan.*more range"):
-        small.advance()
-    assert changed(before, small.state()) == []
-
-
 # The FP8 backends read scales on the host where the host is the device, in eager mode.
 @pytest.mark.parametrize(
     ("recipe", "keys"), [("fp32", {}), ("fp16", {}), ("bf16", {}), ("bf16", {"accumulate": 2})]
@@ -348,15 +306,6 @@ def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
     small.advance(3)
     assert host_reads(small.next_step()) == {}
-
-
-@pytest.mark.parametrize(
-    "read",
-    [float, bool, lambda x: torch.equal(x, x + 1), lambda x: x[x > 0]],
-    ids=["float", "bool", "equal", "mask"],
-)
-def test_what_reads_on_the_host_is_counted(read):
-    assert sum(host_reads(lambda: read(torch.ones(1))).values()) > 0
 
 
 # Times of steps
@@ -395,21 +344,6 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
     assert [(row["step"], row["step_ms"]) for row in metrics(tmp_path / "r")] == [
         (4, 2500), (5, 5000), (8, 7500), (10, 9500), (11, 11000),
     ]  # fmt: skip
-
-
-def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
-    small = SmallLoop(tmp_path / "r", "fp32", steps=20)
-    etas: list[float | None] = []
-    monkeypatch.setattr(small.loop.display, "step", lambda step, line, eta: etas.append(eta))
-    train_step = Step.__call__
-
-    def slow_at_first(self: Step, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        now[0] += 60 if step == 1 else 2
-        return train_step(self, step, tokens)
-
-    monkeypatch.setattr(Step, "__call__", slow_at_first)
-    small.advance(4)
-    assert etas == [None, 36, 34, 32]
 
 
 def test_a_slot_of_a_copy_for_one_gemm_is_its_operands():

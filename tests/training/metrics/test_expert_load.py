@@ -18,7 +18,7 @@ from fp8stack.training.metrics.expert_load import load_in
 from tests.conftest import metrics
 from tests.faults.processes import difference, run_ranks
 from tests.support.cases import case
-from tests.support.small_loop import SmallLoop, changed
+from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -122,17 +122,6 @@ def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command
     assert sum(shares[0]["shares"]) == pytest.approx(1, abs=1e-5)
 
 
-def test_four_micro_batches_train_like_one(folder, command):
-    for count in ("1", "4"):
-        flags = ("--recipe", "fp32", "--accumulate", count, "--out", count)
-        assert command(*FLAGS, *flags) == 0
-    for row, expected in zip(metrics(folder / "4"), metrics(folder / "1"), strict=True):
-        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert row["balance_loss"] == pytest.approx(expected["balance_loss"], rel=1e-4)
-        assert row["idle_experts"] == expected["idle_experts"]
-    assert torch.equal(biases(folder / "4"), biases(folder / "1"))
-
-
 @pytest.mark.capability("A14")
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
@@ -189,20 +178,6 @@ def test_phases_share_the_biases(tmp_path):
     assert loop.run.model.get_buffer(BIAS) is biases
 
 
-def test_a_rolled_back_run_has_the_biases_of_its_checkpoint(tmp_path):
-    loop = small(tmp_path, save_every=2)
-    loop.advance(2)
-    saved = loop.run.model.get_buffer(BIAS).clone()
-    checkpoint_weights = loop.state()
-    loop.advance(2)
-    resumed = loop.resumed()
-    assert not torch.equal(resumed.run.model.get_buffer(BIAS), saved)
-    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-000004")
-    again = resumed.resumed()
-    assert torch.equal(again.run.model.get_buffer(BIAS), saved)
-    assert changed(checkpoint_weights, again.state()) == []
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -218,13 +193,3 @@ def test_wrong_experts_are_refused_in_one_line(folder, setting, words, refused, 
         assert BIAS not in load_file(folder / "o/checkpoints/step-000001/model.safetensors")
     else:
         refused(*flags, message=words)
-
-
-def test_new_runs_begin_with_the_weights_of_a_run_that_balances_otherwise(folder, command):
-    assert command(*FLAGS, "--recipe", "fp32", "--steps", "2", "--out", "a") == 0
-    changes = ("--set", "model.experts.balance=0.01", "--init-from", "a")
-    assert command(*FLAGS, "--recipe", "fp32", "--steps", "1", "--out", "b", *changes) == 0
-    assert (
-        command(*FLAGS, "--recipe", "fp32", "--steps", "1", "--out", "c", "--init-from", "b") == 0
-    )
-    assert biases(folder / "c", 1).abs().max() == pytest.approx(0.01)

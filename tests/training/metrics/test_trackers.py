@@ -91,15 +91,6 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
 
 
-def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
-    (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path, resumed=False)
-    board.start()
-    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
-        board.log({"loss": loss}, step=step)
-    board.finish()
-    assert tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 2.5), (3, 3.5)]
-
-
 # Weights & Biases
 
 
@@ -292,16 +283,3 @@ def _name_all_trackers(file: Path) -> None:
     del manifest["sha256"]
     manifest["info"]["config"] |= {"tensorboard": True, "wandb": True, "trackio": True}
     file.write_text(json.dumps({"sha256": sha256_of(canonical(manifest)), **manifest}))
-
-
-def test_a_run_file_given_to_the_command_is_a_flag_of_it(command, tmp_path, monkeypatch):
-    started: list[str] = []
-
-    def find_spec(name: str) -> bool:
-        started.append(name)
-        return True
-
-    monkeypatch.setattr(trackers, "find_spec", find_spec)
-    (tmp_path / "run.toml").write_text("tensorboard = true\n")
-    assert command("pretrain", *TINY, "--config", "run.toml", "--recipe", "fp32", "--out", "r") == 0
-    assert started == ["tensorboard"]

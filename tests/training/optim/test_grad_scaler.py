@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
-from tests.conftest import TINY, metrics, refusal
+from tests.conftest import metrics, refusal
 from tests.support.backend_models import grad
-from tests.support.small_loop import SmallLoop, host_reads
+from tests.support.small_loop import SmallLoop
 
 INF = math.inf
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,17 +93,6 @@ def test_a_scale_beyond_the_bounds_is_refused_by_name(key, scale, remedy):
     assert remedy in message
 
 
-def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raised_with_it(
-    command, refused
-):
-    flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "1"]
-    first = ["--set", "first_loss_scale=1048576"]
-    message = refused("pretrain", *flags, *first)
-    assert message.endswith("or raise max_loss_scale to 1048576 too.\n")
-    assert command("pretrain", *flags, *first, "--set", "max_loss_scale=1048576") == 0
-    assert metrics(Path("r"))[0]["loss_scale"] in (1048576, 524288)
-
-
 @pytest.mark.capability("A2")
 def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
     config = RunConfig(
@@ -133,19 +122,6 @@ def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(wrong, expected
     assert expected in refusal(LossScaler, "cpu", **wrong)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "loss_scale_growth=1.0", "loss_scale_growth=-2.0", "loss_scale_backoff=1.0",
-        "loss_scale_backoff=0.0", "min_loss_scale=0.0", "max_loss_scale=1e39",
-        "loss_scale_interval=0",
-    ],
-)  # fmt: skip
-def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(key, refused):
-    message = refused("pretrain", "--recipe", "fp16", "--out", "r", *TINY, "--set", key)
-    assert key.partition("=")[0] in message
-
-
 @pytest.mark.capability("A3")
 def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
     loop = Loop(LossScaler("cpu"))
@@ -158,20 +134,6 @@ def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
     assert (statistics.steps, statistics.overflows, statistics.rate) == (1000, 7, 0.007)
     assert str(statistics) == "loss scale 512, 7 of 1,000 steps overflowed (0.70 %)"
     assert LossScaler("cpu").statistics().rate == 0
-
-
-def test_counting_and_bounding_read_nothing_on_the_host():
-    loop = Loop(LossScaler("cpu"))
-    loop.step()
-
-    def work() -> None:
-        loop.scaler.scale(loop.weight.sum()).backward()
-        loop.scaler.unscale_(loop.optimizer)
-        loop.scaler.update()
-        loop.scaler.can_fall(loop.weight.sum())
-
-    assert host_reads(work) == {}
-    assert loop.scaler.statistics().steps == 2
 
 
 def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_taken():

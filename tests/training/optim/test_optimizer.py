@@ -21,7 +21,6 @@ from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint.state import capture, largest_of_state, restore
 from fp8stack.training.optim.chained import optimizers_in, parameters_of, plain
-from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
 from tests.conftest import metrics, refusal
 from tests.support.small_loop import SmallLoop, host_reads
@@ -161,17 +160,6 @@ def trained(tmp_path_factory) -> dict[str, SmallLoop]:
     return loops
 
 
-@pytest.mark.parametrize("name", [*CHAINED, "sgd"])
-@pytest.mark.full
-def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
-    rows = metrics(trained[name].run.folder.path)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
-    assert [row for row in rows if "event" in row] == []
-    members = optimizers_in(trained[name].run.optimizer)
-    rates = [float(group["lr"]) for member in members for group in member.param_groups]
-    assert rates == pytest.approx([rows[-1]["lr"]] * (2 if name == "sgd" else 3), rel=1e-6)
-
-
 def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trained):
     matrices = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
     codes = {"adamw8bit": torch.uint8, "adamwfp8": torch.float8_e4m3fn}
@@ -192,14 +180,6 @@ def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trai
             for moment in ("exp_avg.codes", "exp_avg_sq.codes"):
                 assert state[moment].dtype == codes[name]
                 assert state[moment].float().abs().max() > 0
-
-
-def test_8_bits_stay_close_to_adamw_with_float32_moments(trained):
-    names = ("adamw", "adamw8bit", "adamwfp8")
-    ends = {name: metrics(trained[name].run.folder.path)[-1]["loss"] for name in names}
-    assert ends["adamw8bit"] == pytest.approx(ends["adamw"], rel=0.01)
-    assert ends["adamwfp8"] == pytest.approx(ends["adamw"], rel=0.01)
-    assert len(set(ends.values())) == 3
 
 
 @pytest.mark.capability("A16")
@@ -253,29 +233,6 @@ def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name
     assert rows[-1]["overflows"] == 1
     assert all(value.float().isfinite().all() for value in state_of(small).values())
     assert small.loop.monitor.poll().overflows == 1
-
-
-@pytest.mark.capability("A9")
-def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update():
-    scaler = LossScaler("cpu")
-    weights = [nn.Parameter(torch.full((4, 4), 2.0)) for _ in range(2)]
-    muon = torch.optim.Muon(weights[:1], lr=0.1)
-    adamw = torch.optim.AdamW(weights[1:], lr=0.1, fused=True)
-    for overflows in (False, True):
-        before = [weight.detach().clone() for weight in weights]
-        loss = weights[0].sum() * (INF if overflows else 1.0) + weights[1].sum()
-        scaler.scale(loss).backward()
-        for optimizer in (muon, adamw):
-            scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match="already been called"):
-            scaler.unscale_(muon)
-        for optimizer in (muon, adamw):
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        scaler.update()
-        stood = [torch.equal(weight, old) for weight, old in zip(weights, before, strict=True)]
-        assert stood == [overflows, False]
-    assert str(scaler.statistics()) == "loss scale 32768, 1 of 2 steps overflowed (50.00 %)"
 
 
 def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path):

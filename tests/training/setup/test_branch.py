@@ -73,22 +73,6 @@ def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_the
     ] == ["compared"]
 
 
-@pytest.mark.full
-def test_what_random_bits_were_drawn_goes_on_in_other_phases(tmp_path):
-    """Counters of stochastic rounding, and scales of a recipe that stays, are taken over."""
-    first = {"name": "first", "until": AT + 2}
-    for number, recipes in enumerate((("nvfp4", "delayed"), ("delayed", "nvfp4"))):
-        phases = ({**first, "recipe": recipes[0]}, {"name": "second", "recipe": recipes[1]})
-        flags = {"phases": phases}
-        folder = tmp_path / str(number)
-        uninterrupted = trained(folder / "a", recipes[1], **flags)
-        trained(folder / "first", recipes[0])
-        at = checkpoint(folder / "first")
-        branched = trained(folder / "b", recipes[1], resume=at, **flags)
-        assert changed(uninterrupted.everything(), branched.everything()) == []
-        assert numbers(folder / "b") == numbers(folder / "a")
-
-
 CHANGES: list[tuple[str, str, dict[str, Any]]] = [
     ("delayed", "bf16", {}),
     ("fp32", "delayed", {}),
@@ -124,14 +108,6 @@ def test_it_goes_on_in_another_recipe(first, second, flags, tmp_path):
     assert set(precisions[AT:]) == {again.run.plan.precision}
 
 
-def test_auto_may_choose_another_recipe_on_another_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("FP8STACK_CPU_BF16", "yes")
-    before = trained(tmp_path / "a", "auto", steps=AT)
-    monkeypatch.setenv("FP8STACK_CPU_BF16", "no")
-    branched = trained(tmp_path / "b", "auto", resume=str(tmp_path / "a"))
-    assert [loop.run.plan.recipe.name for loop in (before, branched)] == ["bf16", "fp32"]
-
-
 def test_scales_that_begin_at_1_are_noted(tmp_path):
     trained(tmp_path / "a", "fp32", steps=AT)
     flags = EVERY | {"resume": str(tmp_path / "a")}
@@ -157,15 +133,6 @@ def test_overrides_belong_to_the_recipe_that_they_were_given_for(tmp_path):
         more.run.folder.release()
 
 
-def test_the_learning_rate_may_change(tmp_path):
-    trained(tmp_path / "a", "fp32", schedule="constant")
-    at = checkpoint(tmp_path / "a")
-    trained(tmp_path / "b", "fp32", resume=at, schedule="wsd", decay_fraction=0.5, steps=6)
-    rates = [row["lr"] for row in metrics(tmp_path / "b") if "loss" in row]
-    assert len(rates) == 6
-    assert rates[3] > rates[4] > rates[5]
-
-
 @pytest.mark.full
 def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
     first = SmallLoop(tmp_path / "a", "delayed", **EVERY | {"steps": AT})
@@ -184,14 +151,6 @@ def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
     for name, more in ("c", {}), ("d", {"phases": phases}):
         same_recipe = SmallLoop(tmp_path / name, "delayed", **flags | more)
         assert same_recipe.loop.guard.demoted == {"blocks.0.mlp.down": None}
-
-
-def test_the_other_run_may_be_training(tmp_path):
-    first = SmallLoop(tmp_path / "a", "fp32", **EVERY)
-    first.advance(AT)
-    trained(tmp_path / "b", "fp32", resume=str(tmp_path / "a"))
-    first.advance(STEPS - AT)
-    assert numbers(tmp_path / "b") == numbers(tmp_path / "a")
 
 
 def test_its_first_checkpoint_is_its_own(tmp_path):
@@ -264,38 +223,6 @@ def test_what_must_not_change_is_refused(flags, text, short, tmp_path, monkeypat
     assert not new.exists()
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_folder_that_holds_another_run_is_refused(restarts, short, tmp_path, monkeypatch):
-    """Also by a process that torchrun started again."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    trained(tmp_path / "b", "fp32", seed=3, steps=AT)
-    before = contents(tmp_path / "b")
-    for flags in ({}, {"seed": 3}):
-        with pytest.raises(UserError, match="b holds a run already"):
-            SmallLoop(tmp_path / "b", "fp32", resume=str(short), **EVERY | flags)
-    assert contents(tmp_path / "b") == before
-
-
-def test_a_branch_of_a_branch_is_its_own(tmp_path):
-    trained(tmp_path / "a", "fp32")
-    trained(tmp_path / "b", "fp32", resume=checkpoint(tmp_path / "a"))
-    flags = EVERY | {"steps": STEPS + 2}
-    unfinished = SmallLoop(tmp_path / "c", "fp32", resume=str(tmp_path / "b"), **flags)
-    unfinished.run.folder.release()
-    with pytest.raises(UserError, match="c holds a run already"):
-        SmallLoop(tmp_path / "c", "fp32", resume=checkpoint(tmp_path / "a"), **flags)
-    assert SmallLoop(tmp_path / "c", "fp32", resume=str(tmp_path / "b"), **flags).run.step == STEPS
-
-
-def test_a_run_without_phases_that_were_judged_is_not_judged_as_it_begins(tmp_path):
-    """Weights that bf16 trained are not evaluated in the recipe before it has trained a step."""
-    trained(tmp_path / "a", "bf16")
-    flags = {"phases": [{"name": "all"}], "guard": {"quality": 1e-9}, "steps": STEPS + 2}
-    trained(tmp_path / "b", "mxfp4", resume=checkpoint(tmp_path / "a"), **flags)
-    rows = {row["step"]: row["precision"] for row in metrics(tmp_path / "b") if "loss" in row}
-    assert (rows[AT], rows[AT + 1]) == ("bf16", "mxfp4-emulated")
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_the_same_command_goes_on_with_it(named, tmp_path):
     uninterrupted = trained(tmp_path / "a", "fp32")
@@ -315,25 +242,6 @@ def test_the_same_command_goes_on_with_it(named, tmp_path):
     assert len(branch_events(tmp_path / "b")) == 1
     done = SmallLoop(tmp_path / "b", "current", **flags)
     assert (done.run.step, uninterrupted.run.step) == (STEPS + 4, STEPS)
-
-
-def test_phases_that_the_quality_guard_ended_begin_again_without_it(tmp_path):
-    flags: dict[str, Any] = {"phases": [{"name": "all", "recipe": "mxfp4"}]}
-    flags["guard"] = {"quality": 1e-9}
-    trained(tmp_path / "a", "auto", **flags)
-    ended = [row["precision"] for row in metrics(tmp_path / "a") if "loss" in row]
-    assert ended == ["mxfp4-emulated"] * AT + ["fp32"] * (STEPS - AT)
-    flags |= {"guard": {"quality": 0.0}, "steps": STEPS + 2}
-    trained(tmp_path / "b", "auto", resume=str(tmp_path / "a"), **flags)
-    again = [row["precision"] for row in metrics(tmp_path / "b") if "loss" in row]
-    assert again == [*ended, "mxfp4-emulated", "mxfp4-emulated"]
-
-
-def test_its_origin_is_not_evaluated_in_its_recipe(tmp_path):
-    trained(tmp_path / "a", "fp32", eval_every=100)
-    trained(tmp_path / "b", "mxfp4", resume=checkpoint(tmp_path / "a"))
-    evaluated = [row["step"] for row in metrics(tmp_path / "b") if "val_loss" in row]
-    assert evaluated == [STEPS]
 
 
 def test_a_run_without_a_checkpoint_begins_nothing(tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack.common.io import write_atomically
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import contents, metrics
 from tests.training.conftest import saved
@@ -133,19 +132,6 @@ def test_a_run_that_is_a_link_is_gone_on_with_and_not_overwritten(
     assert saved(run) == ["step-000014", "step-000012"]
 
 
-def test_links_among_checkpoints_are_removed_and_not_what_they_lead_to(run, new, command, tmp_path):
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "x").write_text("x")
-    (run / "checkpoints/step-000001").symlink_to(mine)
-    (run / "checkpoints/.tmp-step-000003").symlink_to(mine)
-    (run / "presets").mkdir(exist_ok=True)
-    (run / "presets/a.toml").symlink_to(mine / "x")
-    assert command(*new, "--out", "r", "--overwrite", "--steps", "2") == 0
-    assert contents(mine) == {"x": b"x"}
-    assert not [path for path in run.rglob("*") if path.is_symlink()]
-
-
 # Modes
 
 
@@ -161,23 +147,3 @@ def test_a_run_that_is_gone_on_with_stays_private(run, new, command):
     assert command(*new, "--out", "r", "--resume", "auto", "--steps", "14") == 0
     assert saved(run) == ["step-000014", "step-000012"]
     assert set(_modes(run).values()) == {"0o700", "0o600"}
-
-
-@pytest.mark.skipif(os.name != "posix", reason="no modes")
-def test_what_replaces_a_file_has_its_mode_and_a_new_file_the_users(tmp_path):
-    file = tmp_path / "folder/file"
-    file.parent.mkdir(mode=0o755)
-    file.parent.chmod(0o755)
-    mask = os.umask(0o027)
-    try:
-        write_atomically(file, b"1")
-        assert file.stat().st_mode & 0o777 == 0o640
-        for mode in (0o600, 0o666, 0o440):
-            file.chmod(mode)
-            write_atomically(file, b"2")
-            assert file.stat().st_mode & 0o777 == mode
-        file.parent.chmod(0o700)
-        write_atomically(file.with_name("new"), b"3")
-        assert file.with_name("new").stat().st_mode & 0o777 == 0o600
-    finally:
-        os.umask(mask)

@@ -21,28 +21,17 @@ import pytest
 from fp8stack import cli
 from fp8stack.model.config import GPTConfig, load_config, plan_for, workload
 from fp8stack.planning.run_config import RunConfig, parse_config
-from fp8stack.precision import Hardware, Plan, probe
+from fp8stack.precision import Hardware, probe
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.validation import layers_left_out, newest_sound
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import Decided, Schedule, plan_phases
+from fp8stack.training.run_plans import Decided, plan_phases
 from fp8stack.training.setup import resume, start
 from tests.conftest import contents, losses, metrics
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.training.conftest import AUTO, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_where_a_run_was_killed_before_its_run_toml_a_new_one_begins(
-    new, command, tmp_path, finished
-):
-    (tmp_path / "r/checkpoints/.tmp-step-000005").mkdir(parents=True)
-    (tmp_path / "r/.tmp-run.toml-12").write_text("model = ")
-    (tmp_path / "r/.lock").touch()
-    assert command(*new, "--resume", "auto", "--out", "r") == 0
-    assert losses(tmp_path / "r") == losses(finished / "r")
-    assert not list((tmp_path / "r").rglob(".tmp-*"))
 
 
 @pytest.mark.parametrize(
@@ -122,15 +111,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_crowds_out_no_good_one(
     assert losses(run) == losses(finished / "r")
     assert newest_sound(run / "checkpoints", bool)[2] == []
     assert reader.load(run / "checkpoints/step-000010").step == 10
-
-
-def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(run, refused):
-    for weights in run.glob("checkpoints/*/model.safetensors"):
-        weights.write_bytes(b"")
-    before = contents(run)
-    error = refused(*AUTO, code=3, message="step-000012")
-    assert "step-000008" in error
-    assert contents(run) == before
 
 
 MEMORY = "fp8stack.precision.system_memory.available_memory"
@@ -271,15 +251,6 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     refused("pretrain", "--resume", "r/checkpoints/step-000012", code=3)
 
 
-@pytest.mark.parametrize("flags", [["--model", "gpt2-124m"], ["--set", "model.width=64"]])
-def test_another_model_is_named_whether_or_not_the_run_is_finished(flags, run, refused):
-    now, before = ("'gpt2-124m'", "'gpt-nano'") if "--model" in flags else (64, 32)
-    key = "model" if "--model" in flags else "model.width"
-    message = f"Cannot resume r: {key} is {now} here and {before} in the checkpoint."
-    for steps in ([], ["--steps", "14"]):
-        refused("pretrain", "--resume", "r", *flags, *steps, message=message)
-
-
 def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
     """FP8 does not pay for some layers on one machine: another machine must use the same layers."""
     config = GPTConfig(vocabulary=512, context=64, layers=2, width=1600, heads=25)
@@ -345,29 +316,6 @@ def test_auto_keeps_its_choice_to_train_without_fp8(model, reason):
         assert again.recipe.to_json(words=False) == plan.recipe.to_json(words=False)
         assert "the run began without FP8" in " ".join(again.reasons)
         plan = again
-
-
-def test_layers_that_a_recipe_file_left_out_stay_out_in_its_copy(tmp_path):
-    """A run with phases stores these decisions by recipe, and a resumed run names its own copy of
-    the recipe's file."""
-    for name in ("mine", "copies/mine"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.toml").write_text('like = "delayed"\n')
-    shape = load_config("gpt-nano", {"mlp_width": 1000})  # 16 does not divide it
-
-    def planned(file: str, hardware: Hardware, decided: Decided) -> tuple[list[Plan], Schedule]:
-        phases = [{"name": "first", "recipe": "bf16", "until": 2}, {"name": "second"}]
-        config = RunConfig.model_validate({"recipe": str(tmp_path / file), "phases": phases})
-        return plan_phases(config, shape, hardware, decided, 4096)
-
-    plans, schedule = planned("mine.toml", Hardware("cuda", (9, 0), has_te=False), Decided())
-    layers = layers_left_out(plans[schedule.indices[1]].to_json())
-    assert "blocks.0.mlp.down" in layers
-    phases = {"places": schedule.places, "ended_at": None}
-    tables = [plan.to_json() for plan in plans]
-    info = {"phases": phases, "plans": tables, "plan": tables[schedule.indices[1]]}
-    again, schedule = planned("copies/mine.toml", Hardware("cpu"), resume._decided_in(info))
-    assert layers_left_out(again[schedule.indices[1]].to_json()) == layers
 
 
 def test_a_resumed_run_keeps_the_device_and_the_timeout_that_it_began_with(

@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8stack import GPT, build_backend, convert, load_config
-from fp8stack.analysis import report
-from fp8stack.analysis.report import page
+from fp8stack import GPT, build_backend, convert
 from fp8stack.analysis.report.analysis import analyze, verdict
 from fp8stack.analysis.report.gradient_faults import faults
 from fp8stack.analysis.report.run_record import read_run
@@ -95,22 +93,6 @@ def test_the_rows_are_the_norms_of_the_steps_gradients(
     assert metrics[1]["grad_norm"] == pytest.approx(math.hypot(*total), rel=1e-4)
 
 
-def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
-    config = load_config("gpt2-124m", {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64})
-    model = GPT(config)
-    assert any(name.endswith("mlp.up.bias") for name, _ in model.named_parameters())
-    tokens = torch.randint(64, (2, 9))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    flow = gradients.look(model)
-    assert flow is not None
-    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
-    up = grad(model.get_parameter("blocks.0.mlp.up.weight"))
-    assert by_part["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.norm()))
-    block = model.get_submodule("blocks.0")
-    block_norm = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
-    assert by_part["blocks.0"]["norm"] == pytest.approx(block_norm)
-
-
 def test_each_weight_of_converted_experts_is_a_part_and_their_biases_are_none() -> None:
     model = Model(experts_of("GptOssExperts"))
     convert(model, "delayed")
@@ -162,16 +144,6 @@ def test_no_step_reads_a_number_on_the_host_for_it(tmp_path: Path) -> None:
     small.advance(1)
     assert not host_reads(small.next_step())  # step 2, not sampled
     assert not host_reads(small.next_step())  # step 3, sampled: read by the journal, later
-
-
-def test_trackers_get_the_same_figures(tmp_path: Path) -> None:
-    small = loop(tmp_path)
-    small.next_step()()
-    sample = small.run.telemetry.finish(1, None)
-    for row in (row for row in sample.rows if "gradient" in row):
-        for key in ("norm", "ratio", "zeros"):
-            assert sample.numbers[f"gradient/{key}/{row['gradient']}"] == row[key]
-    assert "gradient/norm/blocks.0" in sample.numbers
 
 
 # Findings
@@ -271,33 +243,6 @@ def test_two_samples_are_no_fault_and_a_hundredfold_is_none() -> None:
     assert named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]}) == {
         ("dead", "blocks.1.mlp.up")
     }
-
-
-def test_a_fault_that_is_over_is_a_warning(tmp_path: Path) -> None:
-    small = loop(tmp_path, "fp32", 1, model_overrides=FOUR)
-    weight = small.run.model.get_parameter("blocks.1.mlp.up.weight")
-    handle = weight.register_hook(torch.zeros_like)
-    small.advance(4)
-    handle.remove()
-    small.advance(4)
-    (finding,) = (o for o in analyze(read_run(tmp_path / "r")).findings if "Dead" in o.text)
-    assert finding.level == "warning"
-    assert "steps 1 to 4. Later it had one." in finding.text
-
-
-def test_page_and_terminal_show_gradients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = loop(tmp_path, model_overrides=FOUR)
-    _detach(small.run.model)
-    small.advance(10)
-    analysis = analyze(read_run(tmp_path / "r"))
-    html, pictures = page.render([analysis], "report_files")
-    assert "run1-gradient" in [picture.name for picture in pictures]
-    assert "Gradient by part of the model" in html
-    capsys.readouterr()
-    report.show(tmp_path / "r")
-    assert "Dead: no gradient reaches blocks.1.mlp_norm" in capsys.readouterr().out
 
 
 # Ranks

@@ -6,9 +6,6 @@ import contextlib
 import json
 import math
 import re
-import socket
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +21,13 @@ from fp8stack.layers.observe import observing
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, load_recipe
-from fp8stack.training.metrics import trackers
 from fp8stack.training.telemetry.operand_errors import Sample, Telemetry
-from tests.conftest import TINY, Command, refusal
+from tests.conftest import refusal
 from tests.support.backend_models import normal
-from tests.support.cases import case
 from tests.support.expert_loops import WIDTH, Model, experts_of
 from tests.support.grouped_models import Grouped, passed
 from tests.support.host_copies import watch_copies
 
-RECIPES = ["delayed", "current", "block", "mxfp8"]
 WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")
 CONFIG = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
 PARTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
@@ -79,13 +73,6 @@ def by_operand(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
 
 
 # When
-
-
-def test_a_loop_of_ones_own_samples_its_first_step_and_every_nth():
-    telemetry = Telemetry(plan_of("delayed"), 5)
-    assert [step for step in range(1, 12) if telemetry.due(step)] == [1, 5, 10]
-    assert [step for step in range(1, 12) if telemetry.due(step, 2, 11)] == [2, 5, 10, 11]
-    assert not any(Telemetry(plan_of("delayed"), 0).due(step) for step in range(12))
 
 
 def test_the_first_the_last_and_every_nth_step_are_sampled() -> None:
@@ -188,21 +175,6 @@ def test_a_layer_that_left_fp8_has_no_rows_and_the_plan_of_then_says_why() -> No
     assert first["fp8_layers"] == 3
     assert first["fp8_gemms"] is None
     assert {row["layer"] for row in rows} == set(LINEARS) - {"blocks.0.mlp.up"}
-
-
-def test_experts_of_a_converted_model_have_a_row_for_each_operand() -> None:
-    layers = ["experts.gate_up_proj", "experts.down_proj"]
-    model: Any = Model(experts_of("GptOssExperts"))
-    convert(model, resolve("delayed", Hardware("cpu")))
-    telemetry = Telemetry(model.fp8_plan, 1, ["mxfp8"])
-    with telemetry.sampling(model):
-        model(normal(48, WIDTH)).square().sum().backward()
-    rows = by_operand(telemetry.finish(1, None).rows[1:])
-    assert list(rows) == [
-        (layer, operand) for layer in layers for operand in ("input", "weight")
-    ] + [(layer, "grad_output") for layer in reversed(layers)]
-    amax = float(model.experts.gate_up_proj.detach().abs().max())
-    assert rows[layers[0], "weight"]["amax"] == pytest.approx(amax)
 
 
 def test_experts_have_rows_of_their_recipe_and_of_the_same_to_try() -> None:
@@ -347,24 +319,6 @@ def test_figures_that_are_not_finite_are_null() -> None:
     assert (half["saturated"], half["sqnr_db"]) == (1, None)
 
 
-def test_of_a_layer_that_is_called_twice_the_first_call_counts() -> None:
-    plan = plan_of("current")
-    model, telemetry = gpt(plan), Telemetry(plan, 1)
-    with telemetry.sampling(model):
-        backward(model, 1)
-        backward(model, 2)
-    assert telemetry.finish(1, None).rows[1:] == sampled(telemetry, model, 1).rows[1:]
-
-
-def test_half_a_pass_is_no_sample() -> None:
-    plan = plan_of("current")
-    model, telemetry = gpt(plan), Telemetry(plan, 1)
-    with contextlib.suppress(KeyError), telemetry.sampling(model):
-        backward(model, 1)
-        raise KeyError
-    assert len(telemetry.finish(1, None).rows) == 1
-
-
 def test_what_is_no_plan_is_refused_and_a_recipe_to_try_may_be_a_name_alone() -> None:
     plan = plan_of("current")
     assert "plan_of(model), not a GPT" in refusal(Telemetry, gpt(plan))
@@ -439,15 +393,6 @@ def test_what_if_tries_the_layers_that_the_recipe_quantizes(tmp_path: Path) -> N
     assert tried == {name for name in LINEARS if not name.endswith((".down", ".qkv"))}
 
 
-def test_what_if_takes_the_path_of_a_recipe(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text('like = "current"\nbackward_format = "e4m3"\n')
-    plan = plan_of("current")
-    rows = sampled(Telemetry(plan, 1, (str(mine),)), gpt(plan), 1).rows[1:]
-    assert {row["recipe"] for row in rows if row["what_if"]} == {"mine"}
-    assert {row["format"] for row in rows if row["what_if"]} == {"e4m3"}
-
-
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -482,24 +427,6 @@ def test_numbers_are_named_by_figure_and_operand() -> None:
 # Nothing waits
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-@pytest.mark.parametrize(
-    "recipe", [case(name, quick=name in ("delayed", "block")) for name in RECIPES]
-)
-@pytest.mark.full
-def test_a_sampled_pass_asks_a_device_for_no_number(recipe: str, backend: str) -> None:
-    hardware = Hardware("cuda", (10, 0) if recipe == "mxfp8" else (9, 0))
-    config = CONFIG.model_copy(update={"width": 128})
-    plan = plan_for(config, recipe, hardware, backend)
-    model = GPT(config, build_backend(plan)).to("meta")  # where reading a value raises
-    tried = WHAT_IF if recipe == "delayed" and backend == "emulate" else ()
-    telemetry = Telemetry(plan, 1, tried)
-    tokens = torch.zeros(4, 32, dtype=torch.int64, device="meta")
-    with telemetry.sampling(model):
-        model(tokens, tokens).backward()
-    assert len(telemetry._seen) == (1 + len(tried)) * 3 * len(LINEARS)
-
-
 def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("delayed")
     model, telemetry = gpt(plan), Telemetry(plan, 1, ("mxfp8",))
@@ -521,59 +448,7 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["scale_changes"] is not None
 
 
-def test_a_plan_of_a_recipe_whose_layers_all_stay_out_of_fp8_gives_a_model_row() -> None:
-    left_out = dict.fromkeys(LINEARS, "it has no need of it")
-    plan = plan_for(CONFIG, "current", Hardware("cpu"), left_out=left_out)
-    assert not plan.runs_fp8
-    telemetry = Telemetry(replace(plan), 1)
-    assert telemetry.due(1, 1, 2)
-    sample = sampled(telemetry, gpt(plan), 1)
-    assert len(sample.rows) == 1
-    assert sample.numbers == {}
-
-
 # Trackers
-
-
-@pytest.mark.full
-def test_wandb_writes_an_offline_run_into_the_run_folder(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for kind in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
-        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / "wandb"))
-
-    init_calls: list[Any] = []
-
-    def connect(self: socket.socket, address: Any) -> None:
-        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
-            init_calls.append(address)
-        real(self, address)
-
-    real = socket.socket.connect
-    monkeypatch.setattr(socket.socket, "connect", connect)
-    assert command("pretrain", "--recipe", "current", "--out", "r", "--wandb", *TINY) == 0
-    (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert not init_calls
-    text = file.read_bytes()
-    for word in (b"loss", b"tokens_per_s", b"model_overrides"):
-        assert word in text
-
-
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_tracker_that_is_not_installed_is_named_in_a_line(
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    package: str,
-) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda n: None if n == package else find_spec(n))
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", f"--{package}", *TINY) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"pip install {package}" in error
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "block", "mxfp8"])
