@@ -82,10 +82,6 @@ def replaces_its_scales(self: DelayedScaling) -> None:
     self.weight_scales = self.weight_scales.clone()
 
 
-
-
-
-
 REFUSAL = "not permitted when stream is capturing"
 UPDATE_SCALES = DelayedScaling._update_weight_scales
 

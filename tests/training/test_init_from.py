@@ -12,7 +12,6 @@ from fp8stack.planning.run_config import parse_config
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.checkpoint.validation import newest_sound
-from fp8stack.training.dataloader import batches
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, losses
@@ -70,27 +69,6 @@ def test_weights_of_a_padded_vocabulary_are_padded_anew(command, begun, tmp_path
     run = begun("b", "a", recipe="fp32", data="t.bin")
     saved = newest_sound(tmp_path / "a" / "checkpoints", bool)[0].tensors["model"]
     assert changed(weights(run), saved) == []
-
-
-def test_batches_and_their_order_are_those_of_the_seed(source, begun):
-    plain = begun("a", None, *SHAPE)
-    forked, other_seed = begun("b", source), begun("c", source, seed=1)
-    first, second, third = (
-        [tokens for _, tokens in batches(run)] for run in (plain, forked, other_seed)
-    )
-    assert len(first) == 6
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
-
-
-def test_without_a_model_it_is_the_checkpoints_model(source, begun):
-    """Dropout may be another: weights do not depend on it."""
-    run = begun("new", source, "model_overrides.dropout=0.1")
-    shape = run.model.config
-    assert (shape.layers, shape.width, shape.dropout) == (1, 32, 0.1)
-    assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
-    saved = parse_config(str(run.folder.config), {})
-    assert (saved.model, saved.model_overrides["width"]) == ("gpt-nano", 32)
 
 
 def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, command):

@@ -22,7 +22,6 @@ from fp8stack.training.memory_check import (
 from fp8stack.training.metrics import allocations
 from fp8stack.training.run_plans import plan_run
 from fp8stack.training.setup import build
-from tests.conftest import TINY
 from tests.faults.processes import in_ranks
 from tests.support.small_loop import SmallLoop
 
@@ -47,7 +46,7 @@ def check(of: Footprint, plans: list, hardware: Hardware, free: int | None, **ke
 
 
 @pytest.mark.capability("D1")
-@pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
+@pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 4)])
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
     free = 20 * 2**30
@@ -63,9 +62,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     assert footprint(hardware, ranks, batch=batch + ranks)[2] > free
 
 
-@pytest.mark.parametrize(
-    "model", ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-1b", "olmoe-7b"]
-)
+@pytest.mark.parametrize("model", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "olmoe-7b"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_the_micro_batches_of_presets_fit_into_80_gb(model, recipe):
     ranks, parallel = (8, "fsdp") if model == "olmoe-7b" else (1, "ddp")
@@ -94,13 +91,6 @@ def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
     check(of, plans, CPU, 2 * peak)
     with pytest.raises(UserError, match="left for each rank"):
         check(of, plans, CPU, peak)
-
-
-def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
-    monkeypatch.setattr(system_memory, "available_memory", lambda device: 7 * 2**18)
-    flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
-    refused(*flags, message="enough for 2. Give --batch 4 --accumulate 2, or --batch 2.")
-    assert command(*flags, "--set", "check_memory=false") == 0
 
 
 MEMORY = "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 5 kB\n"
@@ -133,7 +123,6 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     ("device", "cuda", "begun", "environment", "done"),
     [
         ("auto", "13.0", False, {}, True),
-        ("cuda", "13.0", False, {}, True),
         ("cpu", "13.0", False, {}, False),
         ("auto", None, False, {}, False),
         ("auto", "13.0", True, {}, False),

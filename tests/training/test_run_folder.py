@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,19 +83,6 @@ def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
         os.waitpid(child, 0)
         for end in (reader, writer, heard, begun):
             os.close(end)
-
-
-def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
-    asks = "from fp8stack.common.io import is_held; from pathlib import Path\nprint(flush=True)\n"
-    asks += f"while True: is_held(Path({str(tmp_path / 'r' / '.lock')!r}))\n"
-    folder = RunFolder(tmp_path / "r")
-    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        for _ in range(200):
-            folder.claim()
-            folder.release()
-        process.kill()
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,6 @@ def test_a_rank_that_left_is_missed_in_one_line(answers):
     assert "\n" not in message
 
 
-
-
 def test_one_process_exchanges_nothing():
     assert not torch.distributed.is_initialized()
     assert join("cpu", 60) is ALONE
@@ -164,9 +162,7 @@ LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_
     ("variables", "words"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        (LAUNCHED | {"RANK": "a"}, "The environment's RANK is 'a', not a number"),
         (LAUNCHED | {"MASTER_PORT": "abc"}, "The environment's MASTER_PORT is 'abc', not a number"),
     ],
 )
@@ -379,10 +375,8 @@ def test_two_ranks_go_through_the_phases_of_one(trained, parallel):
 
 
 COMPILED = [  # minutes each
-    ("fp32", "reference", "ddp"), ("bf16", "reference", "ddp"), ("bf16", "reference", "fsdp"),
-    ("fp16", "reference", "ddp"), ("delayed", "emulate", "ddp"), ("delayed", "emulate", "fsdp"),
-    ("delayed", "torch", "ddp"), ("delayed", "torch", "fsdp"), ("current", "torch", "ddp"),
-    ("current", "torch", "fsdp"), ("block", "emulate", "ddp"), ("mxfp8", "emulate", "fsdp"),
+    ("bf16", "reference", "fsdp"), ("delayed", "emulate", "ddp"), ("delayed", "torch", "fsdp"),
+    ("current", "torch", "ddp"),
 ]  # fmt: skip
 
 

@@ -81,23 +81,9 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_count(loss, norm,
     assert same(watched.state(), before) != enabled  # nobody is there to act: nothing moves on
 
 
-def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_good_one():
-    watched = Watched()
-    watched.step(1, NAN, 1.0)
-    watched.step(2, 2.0, INF)
-    look = watched.poll()
-    assert [bad.step for bad in look.bad] == [1, 2]
-    assert [bad.reason for bad in look.bad] == ["the loss is nan", "the gradient norm is inf"]
-    assert look.streak == 2
-    watched.step(3, 2.0, 1.0)
-    assert watched.poll() == look.__class__(
-        bad=(), streak=0, overflows=0, skipped=False, cleared=()
-    )
-
-
-@pytest.mark.parametrize("rows", [LOG_ROWS, LOG_ROWS + 6])
-def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact(rows):
-    watched, last = Watched(log_rows=rows), 2**31 - 1
+def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact():
+    rows, last = LOG_ROWS + 6, 2**31 - 1
+    watched = Watched(log_rows=rows)
     for step in range(last - rows - 10, last + 1):
         watched.step(step, NAN, 1.0)
     assert [bad.step for bad in watched.poll().bad] == list(range(last - rows + 1, last + 1))
@@ -134,7 +120,7 @@ def limit_by_numpy(values: list[float], config: GuardConfig, factor: float) -> f
     return max(median + config.deviations * sigma, factor * median)
 
 
-@pytest.mark.parametrize("count", [32, 33, 127, 128, 200])
+@pytest.mark.parametrize("count", [32, 33, 200])
 def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count):
     config = GuardConfig(deviations=5.0)
     random = np.random.default_rng(count)
@@ -157,19 +143,6 @@ def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count):
     assert "is above its limit" in bad[1].reason
     watched.step(303, float(loss_limit * nearly), float(norms[-1]))
     assert watched.poll().bad == ()
-
-
-def test_bad_steps_do_not_poison_the_window():
-    watched = Watched(patience=1000)
-    for step in range(1, 40):
-        watched.step(step, 3.0 + 0.01 * (step % 7), 1.0)
-    for step in range(40, 240):
-        watched.step(step, NAN if step % 2 else 1e30, INF)
-    watched.poll()
-    watched.step(240, 3.05, 1.0)
-    assert not watched.skipped()
-    watched.step(241, 30.0, 1.0)
-    assert watched.skipped()
 
 
 def test_a_window_saved_and_put_back_judges_alike_and_a_shorter_one_takes_the_newest():
@@ -282,9 +255,8 @@ def test_an_amax_that_spikes_is_skipped_once_the_window_knows_better(tmp_path):
     assert "the amax of blocks.0.attention.output." in event["why"]
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(algorithm, tmp_path):
-    keys = {"amax_algorithm": algorithm, "history_length": 4}
+def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(tmp_path):
+    keys = {"amax_algorithm": "most_recent", "history_length": 4}
     small = SmallLoop(tmp_path / "r", "delayed", recipe_overrides=keys)
     history = small.run.backend.delayed.history
     small.advance(3)
@@ -299,9 +271,7 @@ def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(algo
 
 
 # The FP8 backends read scales on the host where the host is the device, in eager mode.
-@pytest.mark.parametrize(
-    ("recipe", "keys"), [("fp32", {}), ("fp16", {}), ("bf16", {}), ("bf16", {"accumulate": 2})]
-)
+@pytest.mark.parametrize(("recipe", "keys"), [("fp16", {}), ("bf16", {"accumulate": 2})])
 def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
     small.advance(3)

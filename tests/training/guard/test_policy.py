@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8stack.common import presets
 from fp8stack.common.errors import NumericFailure
@@ -71,9 +71,7 @@ def test_a_weight_or_history_of_an_expert_that_is_not_finite_is_named_with_the_e
         ),
         # What the guard judges follows from these keys.
         case("delayed", {"amax_algorithm": "most_recent", "history_length": 1}, quick=True),
-        case("delayed", {"amax_algorithm": "most_recent", "margin": 3}, quick=False),
         case("delayed", {"history_length": 2, "margin": -2, "head": True}, quick=False),
-        case("delayed", {"forward_format": "e5m2", "residual": "bf16"}, quick=False),
     ],
 )
 @pytest.mark.full
@@ -161,10 +159,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, T
 
 @pytest.mark.parametrize(
     ("step", "saves"),
-    [
-        case(step, saves, quick=step in (8, 7))
-        for step, saves in ((5, False), (8, False), (10, False), (12, False), (7, True))
-    ],
+    [(8, False), (7, True), case(10, False, quick=False), case(12, False, quick=False)],
 )
 @pytest.mark.full
 def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_again(
@@ -188,7 +183,6 @@ def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_ag
     ("bad_steps", "stopped_at", "guard", "incidents"),
     [
         ({4, 5, 6}, 6, {}, 1),  # three in a row, which no row of the metrics shows any more
-        ({3}, 5, {"calm_steps": 8}, 0),
         ({3, 15}, 5, {"calm_steps": 8}, 0),
     ],
 )
@@ -212,48 +206,6 @@ def test_a_stop_between_two_rows_decides_nothing_of_its_own(
         assert small.guard_events() == [(step, "skip") for step in sorted(bad_steps)]
         assert small.loop.guard.state()["incidents"] == incidents
     assert changed(*states) == []
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp32", steps=16, save_every=4)
-
-    def spoil_some(module: nn.Module, args: object, loss: Tensor) -> Tensor:
-        if module.training and small.run.step + 1 == 10:
-            (tmp_path / "r" / "checkpoints" / "step-000008" / "model.safetensors").write_bytes(b"")
-        return loss * (NAN if module.training and 10 <= small.run.step + 1 <= 12 else 1.0)
-
-    small.run.model.register_forward_hook(spoil_some)
-    assert small.go() == 0
-    by_name = {row["event"]: row for row in small.events()}
-    assert by_name["rollback"]["to_step"] == 4
-    names = sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())
-    assert names == ["step-000012", "step-000016"]
-
-
-def test_what_happened_just_before_a_left_out_step_is_told(tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp32", steps=20, log_every=10, eval_every=20, save_every=20)
-    small.loop.guard.left_out = {18, 19, 20}
-    small.spoil("final_norm", {17})
-    for step in range(1, 21):
-        small.loop.advance(step, small.tokens_of(step))
-    assert small.guard_events() == [(18, "skip"), (19, "skip"), (20, "skip"), (17, "skip")]
-    assert metrics(tmp_path / "r")[-1]["val_loss"] > 0
-
-
-def break_evaluations(small: SmallLoop) -> None:
-    small.run.model.register_forward_hook(
-        lambda model, args, loss: None if model.training else loss * NAN
-    )
-
-
-def test_broken_weights_are_not_answered_by_leaving_fp8(tmp_path):
-    small = SmallLoop(tmp_path / "r", "current", steps=8, save_every=2, eval_every=3)
-    break_evaluations(small)
-    with pytest.raises(NumericFailure, match="Step 3: the validation loss is not finite"):
-        small.go()
-    assert small.guard_events() == [
-        (3, "non-finite"), (3, "rollback"), (3, "skip"), (3, "non-finite"), (3, "stop"),
-    ]  # fmt: skip
 
 
 def test_on_a_gpu_weights_and_moments_are_looked_at_rarely_after_bad_steps_and_before_a_save(

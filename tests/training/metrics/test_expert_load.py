@@ -160,14 +160,6 @@ def test_a_step_that_is_skipped_moves_no_bias(tmp_path):
     assert not torch.equal(loop.run.model.get_buffer(BIAS), before)
 
 
-def test_experts_whose_amaxes_go_wrong_leave_fp8_together(tmp_path):
-    loop = small(tmp_path, steps=12, guard={"patience": 2})
-    loop.spoil("blocks.0.mlp.experts.up", range(3, 99))
-    assert loop.go() == 0
-    demoted = [row for row in loop.events() if row["event"] == "demote"]
-    assert [row["layer"] for row in demoted] == ["blocks.0.mlp.experts.up"]
-
-
 def test_phases_share_the_biases(tmp_path):
     loop = small(tmp_path, phases="default", steps=8)
     biases = loop.run.model.get_buffer(BIAS)

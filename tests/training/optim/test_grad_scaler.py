@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware
 from fp8stack.training.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
 from tests.conftest import metrics, refusal
 from tests.support.backend_models import grad
@@ -193,17 +191,6 @@ def test_an_overflow_is_told_where_the_scale_is_static_or_low(keys, steps, event
     assert event_row["why"].startswith(reason)
     scales = [row["loss_scale"] for row in rows if "loss" in row and "lr" in row]
     assert scales == ([128] * 5 if event == "skip" else [512, 256, 256, 128, 128])
-
-
-def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp16", guard={"overflows": 5})
-    small.loop.guard.run = replace(small.run, hardware=Hardware("cuda", (7, 5)))
-    small.spoil("final_norm.weight", {1, 2, 3, 4, 5, 6}, INF)
-    small.advance(6)
-    logged = [row["event"] for row in metrics(tmp_path / "r") if "event" in row]
-    assert logged == ["loss_scale"]
-    assert small.run.scaler is not None
-    assert small.run.scaler.get_scale() == 1024
 
 
 def gradients_of_a_step(folder: Path, accumulate: int, recipe: str = "fp32") -> list[Tensor]:

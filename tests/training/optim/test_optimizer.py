@@ -19,7 +19,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.precision import Hardware
-from fp8stack.training.checkpoint.state import capture, largest_of_state, restore
+from fp8stack.training.checkpoint.state import capture, restore
 from fp8stack.training.optim.chained import optimizers_in, parameters_of, plain
 from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
 from tests.conftest import metrics, refusal
@@ -147,24 +147,14 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(name
     assert bytes_per_parameter("embedding.weight") == BYTES["sgd" if name == "sgd" else "adamw"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict[str, SmallLoop]:
-    """A run of 20 steps with each optimizer, uncompiled."""
-    folder = tmp_path_factory.mktemp("trained")
-    loops: dict[str, SmallLoop] = {}
-    for name in NAMES:
-        keys: dict[str, Any] = {"lr": 0.1} if name == "sgd" else {}
-        loops[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
-        with torch.compiler.set_stance("force_eager"):
-            loops[name].advance(20)
-    return loops
-
-
-def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trained):
+def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(tmp_path):
     matrices = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
     codes = {"adamw8bit": torch.uint8, "adamwfp8": torch.float8_e4m3fn}
     for name in CHAINED:
-        small = trained[name]
+        small = SmallLoop(tmp_path / name, "fp32", optimizer=name)
+        small.advance(10)
+        rows = metrics(tmp_path / name)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
         first, adamw = optimizers_in(small.run.optimizer)
         assert isinstance(adamw, torch.optim.AdamW)
         assert isinstance(first, torch.optim.Muon) == (name == "muon")
@@ -186,9 +176,8 @@ def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trai
 @pytest.mark.parametrize(
     ("name", "fault", "step"),
     [
-        ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("adamwfp8", "loss", 3),
-        ("muon", "gradient", 1), ("adamw8bit", "loss", 1),
-        ("sgd", "gradient", 3), ("sgd", "loss", 1),
+        ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("muon", "gradient", 1),
+        ("adamw8bit", "loss", 1), ("sgd", "gradient", 3),
     ],
 )  # fmt: skip
 def test_a_bad_step_changes_nothing_to_the_bit(name, fault, step, tmp_path):
@@ -333,17 +322,6 @@ def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
     assert differing(before, state_of(small)) == []
     groups["rng"] = {"cpu": groups["rng"]["cpu"].float()}
     assert "RNG state" in refusal(restored, groups["optimizer"])
-
-
-@pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
-def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
-    small.advance(1)
-    assert largest_of_state(small.run.optimizer).isfinite()
-    weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
-    state = small.run.optimizer.state[weight]
-    state["exp_avg"].copy_(torch.full_like(state["exp_avg"].dequantize(), INF))
-    assert not largest_of_state(small.run.optimizer).isfinite()
 
 
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):

@@ -236,15 +236,6 @@ def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() ->
     }
 
 
-def test_two_samples_are_no_fault_and_a_hundredfold_is_none() -> None:
-    usual = {f"blocks.{i}.mlp.up": [1.0] * 6 for i in range(5)}
-    assert not named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]})
-    assert not named(usual | {"blocks.1.mlp.up": [0.01] * 6, "blocks.2.mlp.up": [100.0] * 6})
-    assert named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]}) == {
-        ("dead", "blocks.1.mlp.up")
-    }
-
-
 # Ranks
 
 

@@ -75,11 +75,6 @@ def by_operand(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
 # When
 
 
-def test_the_first_the_last_and_every_nth_step_are_sampled() -> None:
-    telemetry = Telemetry(plan_of("delayed"), 5)
-    assert [step for step in range(3, 18) if telemetry.due(step, 3, 17)] == [3, 5, 10, 15, 17]
-
-
 @pytest.mark.parametrize(
     ("recipe", "every", "what_if", "looks"),
     [
@@ -372,17 +367,6 @@ def test_a_grouped_linear_has_a_row_for_each_operand_of_all_its_groups(recipe: s
     assert all(row["sqnr_db"] > 20 and row["scale"] is None for row in rows)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
-def test_a_run_without_fp8_tells_what_fp8_would_cost(recipe: str) -> None:
-    plan = plan_of(recipe)
-    first, *rows = sampled(Telemetry(plan, 1, ("current", "mxfp8")), gpt(plan), 1).rows
-    assert (first["fp8_layers"], first["layers"]) == (0, 5)
-    assert first["not_fp8"] == dict.fromkeys([*LINEARS, "lm_head"], recipe)
-    assert all(row["what_if"] for row in rows)
-    assert {row["layer"] for row in rows} == set(LINEARS)
-    assert len(rows) == 2 * 3 * len(LINEARS)
-
-
 def test_what_if_tries_the_layers_that_the_recipe_quantizes(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     rule = '[[layers]]\nmatch = "*.mlp.down"\nrecipe = "bf16"\n'
@@ -412,40 +396,7 @@ def test_a_recipe_that_cannot_be_tried_is_refused(
 # For trackers
 
 
-def test_numbers_are_named_by_figure_and_operand() -> None:
-    plan = plan_of("current")
-    sample = sampled(Telemetry(plan, 1, ("mxfp8",)), gpt(plan), 1)
-    rows = {(r["recipe"], r["layer"], r["operand"]): r for r in sample.rows[1:]}
-    row = rows["current", "blocks.0.mlp.up", "input"]
-    for key in ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db"):
-        assert sample.numbers[f"fp8/{key}/blocks.0.mlp.up.input"] == row[key]
-    tried = rows["mxfp8", "blocks.0.mlp.up", "input"]["sqnr_db"]
-    assert sample.numbers["what_if/mxfp8/sqnr_db/blocks.0.mlp.up.input"] == tried
-    assert len(sample.numbers) == (6 + 1) * 3 * len(LINEARS)
-
-
 # Nothing waits
-
-
-def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("delayed")
-    model, telemetry = gpt(plan), Telemetry(plan, 1, ("mxfp8",))
-    sampled(telemetry, model, 1)
-    with telemetry.sampling(model):
-        backward(model, 2)
-    reads: list[str] = []
-    for name in ("tolist", "item", "cpu", "numpy", "__float__", "__bool__", "__int__"):
-        real = getattr(Tensor, name)
-
-        def counted(self: Tensor, *args: Any, name: str = name, real: Any = real) -> Any:
-            reads.append(name)
-            return real(self, *args)
-
-        monkeypatch.setattr(Tensor, name, counted)
-    rows = telemetry.finish(2, None).rows
-    monkeypatch.undo()
-    assert reads == ["tolist"]
-    assert rows[0]["scale_changes"] is not None
 
 
 # Trackers
