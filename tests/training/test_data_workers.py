@@ -203,9 +203,6 @@ def is_stopped(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-# Its parts
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
 def test_torchs_errors_about_shared_memory_name_it(code, monkeypatch):
     def full(tensor: Tensor) -> Tensor:

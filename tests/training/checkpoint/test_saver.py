@@ -151,9 +151,6 @@ def test_another_error_is_not_hidden_by_a_full_disk_but_both_are_told(
     assert "the disk is full" in capsys.readouterr().out
 
 
-# Retention
-
-
 def _save_all(saver: Saver, *steps: int) -> None:
     for step in steps:
         saver.save(step, INFO, partial(_tensors, step))
@@ -234,3 +231,11 @@ def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(command, tmp_path, mon
     assert stopped < 12
     assert _steps(tmp_path / "r/checkpoints")[0] == stopped
     assert not list((tmp_path / "r/checkpoints").glob(".tmp-*"))
+
+
+def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(tmp_path):
+    visible: list[list[str]] = []
+    saver = _saver(tmp_path, before=lambda: visible.append(_names(tmp_path)))
+    saver.save(1, INFO, lambda: _tensors(1))
+    saver.wait()
+    assert visible == [[]]

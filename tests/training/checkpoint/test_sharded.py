@@ -104,9 +104,6 @@ def test_torchs_own_reader_reads_what_ranks_wrote(shared):
         assert changed(into, written) == []
 
 
-# Damage
-
-
 def _flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -152,9 +149,6 @@ def test_with_a_damaged_shard_the_checkpoint_before_is_taken_and_with_all_damage
         for file in saved.rglob("*.safetensors"):
             _flip(file)
     refused("pretrain", "--resume", "r", code=3)
-
-
-# The files by themselves
 
 
 WHOLE = torch.arange(10.0).view(5, 2)

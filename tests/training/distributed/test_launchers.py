@@ -50,9 +50,6 @@ def test_deepspeed_is_refused_by_name(refused, monkeypatch):
     refused("pretrain", *TINY, message="DeepSpeed")
 
 
-# Real launchers
-
-
 def _launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
     (folder / "text.txt").write_text(TEXT)
     inherited = {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

@@ -35,9 +35,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-# The hook
-
-
 def _gradients(rank: int, *, compressed: bool) -> dict[str, Any]:
     """The gradient that DDP reduces from one gradient per rank, the bytes that it sends, and the
     gradient's dtype."""
@@ -145,9 +142,6 @@ def test_gradients_are_summed_one_by_one_only_where_the_order_could_differ(
     assert parallelize._sums_one_by_one(config, torch.device(device), ranks) is one_by_one
 
 
-# Whole runs
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compressed")
@@ -195,9 +189,6 @@ def test_after_300_steps_the_loss_is_within_a_thousandth(recipe, tmp_path):
         for name, more in (("plain", ()), ("bf16", BF16))
     )
     assert small == pytest.approx(plain, rel=1e-3)
-
-
-# When it is asked for
 
 
 def test_with_fsdp_it_is_refused_by_name():

@@ -45,9 +45,6 @@ RECKONED = {  # which backend computes which recipes here
 }
 
 
-# Messages between ranks
-
-
 def _agree(rank: int) -> dict[str, Any]:
     """Exchanges of two ranks, and what became of each on this one."""
     ranks = join("cpu", 60)
@@ -189,9 +186,6 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused():
     plan_run(config, Hardware("cpu"), 4)
     with pytest.raises(UserError, match=r"in 2 micro-batches cannot be shared.* multiple of 6"):
         plan_run(config, Hardware("cpu"), 3)
-
-
-# The numbers
 
 
 class Trained:

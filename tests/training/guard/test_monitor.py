@@ -278,9 +278,6 @@ def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
     assert host_reads(small.next_step()) == {}
 
 
-# Times of steps
-
-
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which tests set."""

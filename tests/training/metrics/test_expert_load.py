@@ -185,3 +185,11 @@ def test_wrong_experts_are_refused_in_one_line(folder, setting, words, refused, 
         assert BIAS not in load_file(folder / "o/checkpoints/step-000001/model.safetensors")
     else:
         refused(*flags, message=words)
+
+
+def test_experts_whose_amaxes_go_wrong_leave_fp8_together(tmp_path):
+    loop = small(tmp_path, steps=12, guard={"patience": 2})
+    loop.spoil("blocks.0.mlp.experts.up", range(3, 99))
+    assert loop.go() == 0
+    demoted = [row for row in loop.events() if row["event"] == "demote"]
+    assert [row["layer"] for row in demoted] == ["blocks.0.mlp.experts.up"]

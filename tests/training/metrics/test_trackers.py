@@ -61,9 +61,6 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
 
 
-# TensorBoard
-
-
 def _events(run: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -89,9 +86,6 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     assert command(*earlier, "--tensorboard", "--save-every", "4") == 0
     assert tensorboard(run, "loss") == expected_points(run, "loss")
     assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
-
-
-# Weights & Biases
 
 
 def wandb_runs(folder: Path) -> list[Path]:
@@ -159,8 +153,6 @@ def test_wandb_goes_on_with_the_same_run(tmp_path):
     assert (run_record.project, run_record.display_name) == ("fp8stack", tmp_path.name)
 
 
-# Trackio
-
 READ = """
 import json, sys, trackio
 from trackio import Api
@@ -220,9 +212,6 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
     assert [row["step"] for row in second["rows"]] == [1]
 
 
-# Missing packages
-
-
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
 def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
@@ -238,9 +227,6 @@ def test_trackio_with_a_server_and_no_token_is_one_line_and_leaves_no_folder(tmp
         message = refusal(fp8stack.pretrain, out=tmp_path / out, trackio=True, steps=1)
         assert message.startswith("--trackio: Self-hosted logging requires a write token")
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
-
-
-# A run of somebody else
 
 
 def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(

@@ -132,9 +132,6 @@ def test_a_run_that_is_a_link_is_gone_on_with_and_not_overwritten(
     assert saved(run) == ["step-000014", "step-000012"]
 
 
-# Modes
-
-
 def _modes(folder: Path) -> dict[str, str]:
     modes = {str(p.relative_to(folder)): oct(p.stat().st_mode & 0o777) for p in folder.rglob("*")}
     return modes | {".": oct(folder.stat().st_mode & 0o777)}
@@ -147,3 +144,16 @@ def test_a_run_that_is_gone_on_with_stays_private(run, new, command):
     assert command(*new, "--out", "r", "--resume", "auto", "--steps", "14") == 0
     assert saved(run) == ["step-000014", "step-000012"]
     assert set(_modes(run).values()) == {"0o700", "0o600"}
+
+
+def test_links_among_checkpoints_are_removed_and_not_what_they_lead_to(run, new, command, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "x").write_text("x")
+    (run / "checkpoints/step-000001").symlink_to(mine)
+    (run / "checkpoints/.tmp-step-000003").symlink_to(mine)
+    (run / "presets").mkdir(exist_ok=True)
+    (run / "presets/a.toml").symlink_to(mine / "x")
+    assert command(*new, "--out", "r", "--overwrite", "--steps", "2") == 0
+    assert contents(mine) == {"x": b"x"}
+    assert not [path for path in run.rglob("*") if path.is_symlink()]

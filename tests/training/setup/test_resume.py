@@ -113,7 +113,8 @@ def test_a_sound_checkpoint_is_not_passed_over_for_what_the_machine_lacks(
     take_away, message = LACKING[lacking]
     take_away(monkeypatch, run / "checkpoints/step-000012")
     refused(*AUTO, message=message)
-    refused("eval", "r", message=message)
+    if lacking != "memory":  # else a module that is first imported here would keep the change
+        refused("eval", "r", message=message)
 
 
 def test_a_run_without_a_checkpoint_begins_again_as_its_run_toml_says_now(

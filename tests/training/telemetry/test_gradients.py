@@ -49,9 +49,6 @@ def findings(folder: Path) -> list[str]:
     ]
 
 
-# Rows
-
-
 @pytest.mark.capability("A6")
 @pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp32", 2), ("fp16", 2)])
 def test_the_rows_are_the_norms_of_the_steps_gradients(
@@ -146,9 +143,6 @@ def test_no_step_reads_a_number_on_the_host_for_it(tmp_path: Path) -> None:
     assert not host_reads(small.next_step())  # step 3, sampled: read by the journal, later
 
 
-# Findings
-
-
 def _detach(model: GPT) -> None:
     """A fault that is made easily: the output of an MLP is taken off the graph."""
     model.blocks[1].mlp.register_forward_hook(lambda module, args, y: y.detach())
@@ -234,9 +228,6 @@ def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() ->
     assert named(norms | {"final_norm": [0.1] * 5}) == {
         ("vanishing", f"blocks.{i}.mlp.up") for i in range(4)
     }
-
-
-# Ranks
 
 
 def _rank_rows(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:

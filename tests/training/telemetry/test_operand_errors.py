@@ -72,9 +72,6 @@ def by_operand(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
     return {(row["layer"], row["operand"]): row for row in rows}
 
 
-# When
-
-
 @pytest.mark.parametrize(
     ("recipe", "every", "what_if", "looks"),
     [
@@ -88,12 +85,9 @@ def test_nothing_is_sampled_where_there_is_nothing_to_see(
     recipe: str, every: int, what_if: tuple[str, ...], looks: bool
 ) -> None:
     telemetry = Telemetry(plan_of(recipe), every, what_if)
-    due = any(telemetry.due(step, 1, 20) for step in range(1, 21))
-    assert due is bool(every)
-    assert (due and telemetry.sees_operands) is looks
-
-
-# Figures
+    due = [step for step in range(3, 18) if telemetry.due(step, 3, 17)]
+    assert due == ([3, 5, 10, 15, 17] if every else [])
+    assert bool(due and telemetry.sees_operands) is looks
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
@@ -124,10 +118,8 @@ def test_the_rows_are_those_of_what_was_cast(backend: str) -> None:
         data = numerics.cast_to_fp8(cast[layer, operand], scale, format).double()
         noise = (x - data / scale).square().sum()
         assert list(row) == KEYS
-        assert row["step"] == 2
-        assert row["recipe"] == "delayed"
-        assert row["what_if"] is False
-        assert row["format"] == format
+        stated = [row[key] for key in ("step", "recipe", "what_if", "format", "nonfinite")]
+        assert stated == [2, "delayed", False, format, 0]
         assert row["amax"] == pytest.approx(float(x.abs().max()))
         assert row["scale"] == pytest.approx(scale)
         limit = 57344 if format == "e5m2" else 448
@@ -135,7 +127,6 @@ def test_the_rows_are_those_of_what_was_cast(backend: str) -> None:
         assert row["headroom_bits"] == pytest.approx(bits, abs=1e-5)
         assert row["underflow"] == pytest.approx(float(((x != 0) & (data == 0)).double().mean()))
         assert row["sqnr_db"] == pytest.approx(float(10 * (x.square().sum() / noise).log10()), 1e-4)
-        assert row["nonfinite"] == 0
         most = 61440 if format == "e5m2" else 464
         clipped = float(((x * scale).abs() > most).double().mean())
         assert row["saturated"] == pytest.approx(clipped, rel=1e-5)
@@ -218,7 +209,6 @@ def test_ranks_that_measure_no_operands_sample_none() -> None:
     ("wrong", "message"),
     [
         (lambda model: nn.Sequential(model), "a Sequential has no layer '0', which the plan has"),
-        (lambda model: torch.compile(model), "an OptimizedModule has no layer '0'"),
         (lambda model: None, "sampling takes a model (torch.nn.Module), not None"),
     ],
 )
@@ -232,9 +222,7 @@ def test_another_model_than_the_plan_s_is_refused_in_a_line(wrong: Any, message:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": -3}, "every -3 is no number of steps"),
         ({"every": 1.5}, "every 1.5 is no number of steps"),
-        ({"what_if": None}, "what_if takes names of recipes, not None"),
         ({"what_if": 3}, "what_if takes names of recipes, not an int"),
     ],
 )
@@ -320,9 +308,6 @@ def test_what_is_no_plan_is_refused_and_a_recipe_to_try_may_be_a_name_alone() ->
     assert [recipe.name for recipe in Telemetry(plan, what_if="mxfp8").what_if] == ["mxfp8"]
 
 
-# Other recipes
-
-
 def test_other_recipes_are_tried_on_the_same_operands() -> None:
     plan = plan_of("mxfp8")
     sample = sampled(Telemetry(plan, 1, WHAT_IF), gpt(plan), 1)
@@ -350,7 +335,7 @@ def test_other_recipes_are_tried_on_the_same_operands() -> None:
     assert all(row["sqnr_db"] is None and row["underflow"] == 0 for row in exact)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "block", "fp32"])
+@pytest.mark.parametrize("recipe", ["delayed", "fp32"])
 def test_a_grouped_linear_has_a_row_for_each_operand_of_all_its_groups(recipe: str) -> None:
     grouped = Grouped(recipe)
     telemetry = Telemetry(grouped.plan, 1, ("mxfp8",))
@@ -393,24 +378,14 @@ def test_a_recipe_that_cannot_be_tried_is_refused(
     assert all(word in message for word in words)
 
 
-# For trackers
-
-
-# Nothing waits
-
-
-# Trackers
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.full
 def test_a_sample_on_a_device_copies_nothing_to_it_and_reads_nothing_before_its_end(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = watch_copies(monkeypatch)
     config = GPTConfig(vocabulary=64, context=32, layers=1, width=128, heads=2)
-    b200 = Hardware("cuda", (10, 0), cuda_version=(13, 0))
-    plan = plan_for(config, recipe, b200, "auto" if recipe == "bf16" else "torch")
+    plan = plan_for(config, recipe, Hardware("cuda", (10, 0), cuda_version=(13, 0)), "torch")
     model = GPT(config, build_backend(plan)).to("meta")
     telemetry = Telemetry(plan, 1, ["current", "nvfp4", "fp16"])
     tokens = torch.zeros(2, 32, dtype=torch.int64, device="meta")
@@ -422,3 +397,15 @@ def test_a_sample_on_a_device_copies_nothing_to_it_and_reads_nothing_before_its_
     assert copies == []
     with pytest.raises(RuntimeError, match="meta"):
         telemetry.finish(1)
+
+
+def test_numbers_are_named_by_figure_and_operand() -> None:
+    plan = plan_of("current")
+    sample = sampled(Telemetry(plan, 1, ("mxfp8",)), gpt(plan), 1)
+    rows = {(r["recipe"], r["layer"], r["operand"]): r for r in sample.rows[1:]}
+    row = rows["current", "blocks.0.mlp.up", "input"]
+    for key in ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db"):
+        assert sample.numbers[f"fp8/{key}/blocks.0.mlp.up.input"] == row[key]
+    tried = rows["mxfp8", "blocks.0.mlp.up", "input"]["sqnr_db"]
+    assert sample.numbers["what_if/mxfp8/sqnr_db/blocks.0.mlp.up.input"] == tried
+    assert len(sample.numbers) == (6 + 1) * 3 * len(LINEARS)
