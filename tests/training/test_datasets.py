@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 import fp8stack
@@ -17,13 +16,9 @@ from fp8stack.data import load_corpora, texts
 from fp8stack.data.tokenizer import tokenizer_from_json
 from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import parse_config
-from fp8stack.training import dataloader
-from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.load import tokenizer_of_run
 from tests.conftest import TINY, exit_code, losses
 from tests.support.small_tokenizers import trained
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
 VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
@@ -150,16 +145,6 @@ def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
     cut = cut_short(tmp_path / "whole")
     assert command("pretrain", "--resume", "cut") == 0
     assert losses(cut) == losses(tmp_path / "whole")
-
-
-def test_rank_shares_of_windows_with_documents_are_rows():
-    windows = torch.arange(4 * 2 * 5).view(4, 2, 5)
-    inputs, targets, documents = dataloader.inputs_of(windows)
-    assert inputs.tolist() == windows[:, 0, :4].tolist()
-    assert targets.tolist() == windows[:, 0, 1:].tolist()
-    assert documents.tolist() == windows[:, 1, :4].tolist()
-    shares = [part_of(windows, rank, 2, 2) for rank in (0, 1)]
-    assert [share[:, 0, 0].tolist() for share in shares] == [[0, 20], [10, 30]]
 
 
 def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, capsys):

@@ -16,8 +16,6 @@ from fp8stack.precision import Hardware
 from tests.support.cases import case
 from tests.support.small_loop import SmallLoop, changed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TINY = {"layers": 1, "width": 128, "heads": 2, "mlp_width": 128, "context": 64}
 WAYS = [
     *((recipe, "reference") for recipe in ("fp32", "bf16", "fp16")),

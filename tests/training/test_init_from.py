@@ -17,8 +17,6 @@ from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, losses
 from tests.support.small_loop import changed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = [f"model_overrides.{key}" for key in ("layers=1", "width=32", "heads=2")]
 FREE = [word for word in TINY[10:] if word not in ("--set", *SHAPE)]
 

@@ -8,14 +8,11 @@ import sys
 import pytest
 import torch
 from rich.console import Console
-from torch._inductor import config as inductor
 
 from fp8stack.common.errors import UserError
-from fp8stack.layers import build_backend, fp8_state
 from fp8stack.layers.compiler import require_compiler
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import GPT
-from fp8stack.model.sampling import Sampling, generate
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, resolve, toolchain
 from fp8stack.training.evaluate import validation_loss
@@ -30,17 +27,7 @@ from tests.conftest import metrics
 from tests.support.small_loop import SmallLoop
 
 CPU = Hardware("cpu")
-SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
-
-
-def sample(
-    model: GPT, prompt: list[int], count: int, *, temperature: float, seed: int
-) -> list[int]:
-    return list(generate(model, prompt, count, Sampling(temperature=temperature), seed=seed))
-
-
-def _model(recipe: str) -> GPT:
-    return GPT(SMALL, build_backend(plan_for(SMALL, recipe, CPU)))
+SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2)
 
 
 @pytest.mark.parametrize(
@@ -60,26 +47,8 @@ def test_the_learning_rate_is_the_schedule_computed_by_hand(keys, expected):
     assert {step: learning_rate(step, config) for step in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
-def test_evaluating_and_sampling_leave_no_trace(recipe):
-    model = _model(recipe)
-    tokens = torch.randint(61, (4, 17))
-    for _ in range(2):
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-    before = {name: value.clone() for name, value in fp8_state(model).items()}
-    random = torch.get_rng_state()
-    first = validation_loss(model, tokens, 3, torch.device("cpu"))
-    written = sample(model, [1, 2], 20, temperature=1.0, seed=5)
-    assert validation_loss(model, tokens, 3, torch.device("cpu")) == first
-    assert sample(model, [1, 2], 20, temperature=1.0, seed=5) == written
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), random)
-    after = fp8_state(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
 def test_the_validation_loss_is_the_mean_over_all_tokens_whatever_the_batch():
-    model = _model("fp32").eval()
+    model = GPT(SMALL).eval()
     windows = torch.randint(61, (7, 17))
     with torch.no_grad():
         expected = model(windows[:, :-1], windows[:, 1:]).item()
@@ -109,6 +78,8 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
+    from torch._inductor import config as inductor
+
     with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
         require_compiler(plan)
 
@@ -117,13 +88,9 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     ("name", "recipe", "tflops"),
     [
         ("NVIDIA H200", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
         ("NVIDIA H900", "bf16", None),
-        ("NVIDIA H200", "fp32", 67),
         ("NVIDIA H200", "tf32", 494),
         ("NVIDIA H200", "delayed", 1979),
-        ("NVIDIA GeForce RTX 3090", "bf16", 71),
-        ("NVIDIA B200", "mxfp8", 4500),
         ("NVIDIA B200", "nvfp4", 9000),
         ("NVIDIA H200", "nvfp4", 989),
     ],
@@ -136,7 +103,7 @@ def test_mfu_divides_by_the_data_sheets_peak_or_by_none(name, recipe, tflops):
 
 
 def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch):
-    rates = {("fp32", False): 0.2, ("bf16", False): 0.5, ("fp16", False): 0.1, ("fp32", True): 0.4}
+    rates = {("fp32", False): 0.2, ("bf16", False): 0.5, ("fp32", True): 0.4}
 
     def measured(dtype: str, by_bf16: bool, threads: int) -> float:
         return rates[dtype, by_bf16]
@@ -146,12 +113,9 @@ def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch):
     by_bf16 = "400 GFLOP/s measured fp32 matmul by bf16 instructions"
     for recipe, width, cpu_bf16, name in (
         ("fp32", 64, False, "200 GFLOP/s measured fp32 matmul"),
-        ("tf32", 64, False, "200 GFLOP/s measured fp32 matmul"),
         ("bf16", 64, False, "500 GFLOP/s measured bf16 matmul"),
-        ("fp16", 64, False, "100 GFLOP/s measured fp16 matmul"),
         ("delayed", 64, False, "200 GFLOP/s measured fp32 matmul"),
         ("delayed", 64, True, by_bf16),
-        ("rowwise", 256, True, by_bf16),
         ("delayed", 256, True, "500 GFLOP/s measured bf16 matmul"),
     ):
         machine = Hardware("cpu", cpu_bf16=cpu_bf16)

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._inductor.config
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8stack
 from fp8stack import cli
@@ -92,15 +90,6 @@ def test_the_saved_configuration_reproduces_the_run_and_another_seed_another(
     assert losses(tmp_path / "b") != losses(uninterrupted("delayed")[0])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
-    # Steps so large that the weights soon leave all bounds; each is larger than the one before.
-    flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]
-    words = ["pretrain", "--recipe", "fp32", "--out", "r", *flags]
-    refused(*words, code=5, message="Lower --lr (now 1e+26)")
-    assert metrics(tmp_path / "r")[-1]["event"] == "stop"
-    assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()
-
-
 def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     command, refused, tmp_path
 ):
@@ -117,7 +106,7 @@ def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     assert rows[-1]["precision"] == "bf16"
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path, one_thread):
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path):
     def train_unread() -> None:
         reader, writer = os.pipe()
         os.close(reader)
@@ -143,6 +132,8 @@ def compiling() -> Iterator[None]:
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     uninterrupted, command, tmp_path, monkeypatch, capsys
 ):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     compiler = CompileCounterWithBackend("eager")
     with_inductor = GPT.compile_blocks  # which takes minutes
     monkeypatch.setattr(
@@ -177,3 +168,12 @@ def test_a_compiled_run_resumes_to_the_losses_of_the_uninterrupted_one(recipe, c
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")
     assert command("pretrain", "--resume", "cut") == 0
     assert difference(tmp_path / "cut", uninterrupted) == ""
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
+    # Steps so large that the weights soon leave all bounds; each is larger than the one before.
+    flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]
+    words = ["pretrain", "--recipe", "fp32", "--out", "r", *flags]
+    refused(*words, code=5, message="Lower --lr (now 1e+26)")
+    assert metrics(tmp_path / "r")[-1]["event"] == "stop"
+    assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()

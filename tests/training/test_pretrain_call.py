@@ -19,8 +19,6 @@ SMALL: dict[str, Any] = {
     "model_overrides": {"layers": 1, "width": 32, "heads": 2},
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,8 +15,6 @@ from fp8stack.training.signals import Preempted, stop_requests
 from tests.conftest import losses
 from tests.training.conftest import AUTO, saved
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def _terminal() -> Iterator[None]:

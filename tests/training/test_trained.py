@@ -18,7 +18,6 @@ from fp8stack.trained.export.writing import replace_folder
 from tests.support.hf_models import loaded, random_model, source_of
 
 SMALL = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 64, "context": 32}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

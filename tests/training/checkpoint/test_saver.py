@@ -21,8 +21,6 @@ from fp8stack.training.checkpoint.saver import Saver
 from tests.conftest import TINY, losses
 from tests.training.checkpoint.test_reader import GUARD, INFO
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Groups = dict[str, dict[str, Tensor]]
 
 
@@ -61,19 +59,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
     gate.opened.set()
-
-
-def test_a_checkpoint_is_the_same_to_the_byte_whoever_writes_it(tmp_path):
-    for name, in_background in (("now", False), ("later", True)):
-        saver = _saver(tmp_path / name, in_background=in_background)
-        path = saver.save(7, INFO, lambda: _tensors(7))
-        saver.wait()
-        assert path == tmp_path / name / "step-000007"
-    assert _names(tmp_path / "now/step-000007") == [
-        "checkpoint.json", "model.safetensors", "rng.safetensors",
-    ]  # fmt: skip
-    for file in (tmp_path / "now/step-000007").iterdir():
-        assert file.read_bytes() == (tmp_path / "later/step-000007" / file.name).read_bytes()
 
 
 def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path, gate):
@@ -181,20 +166,6 @@ def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(file, grow, tmp_pat
     assert _steps(tmp_path) == [3, 2, 1]
     _save_all(later, 4)
     assert _steps(tmp_path) == [4, 3]
-
-
-def test_what_this_process_wrote_or_loaded_is_not_read_again(tmp_path, monkeypatch):
-    _save_all(_saver(tmp_path), 1, 2)
-    read: list[str] = []
-
-    def is_whole(path: Path, really: Callable[[Path], bool] = reader.is_whole) -> bool:
-        read.append(path.name)
-        return really(path)
-
-    monkeypatch.setattr(writer, "is_whole", is_whole)
-    _save_all(_saver(tmp_path, keep=3, good=[tmp_path / "step-000002"]), 3, 4, 5)
-    assert read == ["step-000001"]
-    assert _steps(tmp_path) == [5, 4, 3]
 
 
 def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):

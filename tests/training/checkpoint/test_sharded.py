@@ -35,9 +35,6 @@ from tests.faults.rank_rows import ODD
 from tests.faults.twins import SMALL, TEXT
 from tests.support.small_loop import changed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # The content of a checkpoint of FSDP2's ranks
 
 

@@ -6,7 +6,6 @@ import torch
 from fp8stack.training.guard.diagnosis import diagnose
 from tests.support.small_loop import MIXTURE, SmallLoop, changed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 UP, DOWN = "blocks.0.mlp.experts.up", "blocks.0.mlp.experts.down"
 
 

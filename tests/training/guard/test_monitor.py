@@ -18,7 +18,6 @@ from fp8stack.training.guard.diagnosis import place_of
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
 from fp8stack.training.step import Step
 from tests.conftest import metrics
-from tests.faults.numeric.numeric_faults import Fault
 from tests.faults.processes import in_ranks
 from tests.support.small_loop import SmallLoop, changed, host_reads
 from tests.training.conftest import saved
@@ -223,19 +222,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(NumericFailure, match="Step 2: a weight or a moment is not finite"):
         small.loop.save()
     assert saved(tmp_path / "r") == []
-
-
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_an_inf_that_fp8_hides_is_seen_in_the_amax_and_named(backend, tmp_path):
-    small = SmallLoop(tmp_path / "r", "delayed", backend=backend)
-    Fault(place="input", layer="blocks.0.mlp.up", value=INF, steps={3}).put(small.run)
-    small.advance(2)
-    before = small.everything()
-    small.advance()
-    assert changed(before, small.everything()) == []
-    (event,) = small.events()
-    assert event["why"] == "the amax of blocks.0.mlp.up.input is infinite"
-    assert event["loss"] is not None
 
 
 def test_an_amax_that_spikes_is_skipped_once_the_window_knows_better(tmp_path):

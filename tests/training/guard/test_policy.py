@@ -18,7 +18,6 @@ from fp8stack.layers.kernels import replay
 from fp8stack.layers.kernels.attention import attend
 from fp8stack.training.guard import monitor, policy
 from tests.conftest import metrics
-from tests.faults.numeric.numeric_faults import Fault
 from tests.support.cases import case
 from tests.support.small_loop import MIXTURE, SmallLoop, changed
 
@@ -82,33 +81,6 @@ def test_the_guard_finds_nothing_in_a_clean_run(recipe, keys, tmp_path):
     )  # fmt: skip
     small.advance(8)
     assert small.events() == []
-
-
-@pytest.mark.full
-def test_layer_by_layer_leaves_fp8_then_the_whole_model_and_rows_tell_the_precision_of_their_step(
-    tmp_path,
-):
-    small = SmallLoop(tmp_path / "r", "mxfp8", steps=16, guard={"layer_steps": 0, "patience": 2})
-    for layer in ("attention.qkv", "attention.output", "mlp.up", "mlp.down"):
-        small.spoil(f"blocks.0.{layer}", range(4, 99))
-    assert small.go() == 0
-    demoted = [(row["step"], row["layer"]) for row in small.events() if row["event"] == "demote"]
-    assert demoted == [
-        (5, "blocks.0.attention.qkv"), (7, "blocks.0.attention.output"), (9, "blocks.0.mlp.up"),
-        (11, "*"),
-    ]  # fmt: skip
-    rows = [row for row in metrics(tmp_path / "r") if "fp8_gemms" in row]
-    assert [(row["precision"], row["fp8_gemms"] > 0) for row in rows] == [
-        *[("mxfp8-emulated", True)] * 11, *[("fp32", False)] * 5,
-    ]  # fmt: skip
-
-
-def test_a_moment_that_is_not_finite_is_seen_before_the_evaluation_runs(tmp_path):
-    small = SmallLoop(tmp_path / "r", "mxfp8", steps=12, save_every=4, eval_every=5)
-    Fault(place="moment", layer="blocks.0.mlp.up", value=NAN, steps={6}).put(small.run)
-    assert small.go() == 0
-    assert small.guard_events()[0] == (5, "rollback")
-    assert all(parameter.isfinite().all() for parameter in small.run.model.parameters())
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
@@ -177,35 +149,6 @@ def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_ag
     assert changed(uninterrupted[0], resumed.everything()) == []
     assert resumed.guard_events()[-3:] == uninterrupted[1][-3:]
     assert resumed.guard_events() == uninterrupted[1] or not saves
-
-
-@pytest.mark.parametrize(
-    ("bad_steps", "stopped_at", "guard", "incidents"),
-    [
-        ({4, 5, 6}, 6, {}, 1),  # three in a row, which no row of the metrics shows any more
-        ({3, 15}, 5, {"calm_steps": 8}, 0),
-    ],
-)
-@pytest.mark.full
-def test_a_stop_between_two_rows_decides_nothing_of_its_own(
-    bad_steps, stopped_at, guard, incidents, tmp_path
-):
-    keys: dict[str, Any] = {"steps": 20, "log_every": 10, "save_every": 20, "guard": guard}
-    states = []
-    for name, stops in (("a", False), ("b", True)):
-        small = SmallLoop(tmp_path / name, "fp32", **keys)
-        small.loop.guard._incidents = 1
-        small.spoil("", bad_steps)
-        small.advance(stopped_at)
-        if stops:
-            small.loop.stop()
-            small = small.resumed()
-            small.spoil("", bad_steps)
-        small.advance(20 - stopped_at)
-        states.append(small.everything())
-        assert small.guard_events() == [(step, "skip") for step in sorted(bad_steps)]
-        assert small.loop.guard.state()["incidents"] == incidents
-    assert changed(*states) == []
 
 
 def test_on_a_gpu_weights_and_moments_are_looked_at_rarely_after_bad_steps_and_before_a_save(

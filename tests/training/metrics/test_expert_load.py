@@ -20,8 +20,6 @@ from tests.faults.processes import difference, run_ranks
 from tests.support.cases import case
 from tests.support.small_loop import SmallLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = """\
 vocabulary = 256
 context = 32

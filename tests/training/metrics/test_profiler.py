@@ -15,7 +15,6 @@ from tests.conftest import TINY, losses
 from tests.support.small_loop import SmallLoop
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def traced(run: Path) -> list[str]:

@@ -24,7 +24,7 @@ def read(folder, rows: list[dict[str, Any]]) -> Metrics:
     return read_metrics(folder)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_rows_of_the_steps_that_a_run_left_do_not_count(folder, seed):
     """The state of a run is the numbers of the steps that it went through."""
     random = Random(seed)

@@ -27,7 +27,6 @@ from tests.support.small_loop import SmallLoop, host_reads
 
 CPU = torch.device("cpu")
 INF = math.inf
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def with_gradients(*scales: float) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:

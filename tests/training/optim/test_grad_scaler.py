@@ -18,7 +18,6 @@ from tests.support.backend_models import grad
 from tests.support.small_loop import SmallLoop
 
 INF = math.inf
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Loop:

@@ -15,8 +15,6 @@ from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.small_loop import SmallLoop, changed
 from tests.training.conftest import saved
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS, AT = 8, 4
 EVERY: dict[str, Any] = {"steps": STEPS, "save_every": AT, "eval_every": AT, "telemetry_every": 0}
 

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack.training.run_folder import RunFolder
 from tests.conftest import contents, metrics
 from tests.training.conftest import saved
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_overwriting_removes_what_a_run_wrote_and_nothing_else(run, new, command, capsys):
@@ -62,30 +59,6 @@ def test_what_cannot_be_built_overwrites_nothing(flags, message, run, new, refus
     before = contents(run)
     refused(*new, "--overwrite", *flags, message=message)
     assert contents(run) == before
-
-
-def test_overwriting_that_is_cut_short_leaves_no_old_checkpoint_to_a_new_run(
-    run, new, command, monkeypatch, capsys
-):
-    removed: list[Path] = []
-
-    def killed(path: Path, **options: object) -> None:
-        removed.append(path)
-        if len(removed) == 3:
-            raise KeyboardInterrupt
-        path.rename(path.with_suffix(".gone"))
-
-    flags = [*new, "--out", "r", "--seed", "1", "--steps", "2"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", killed)
-        assert command(*flags, "--overwrite") == 130
-    assert not saved(run)
-    assert RunFolder(run).holds_run
-    assert command(*flags) == 2
-    assert command(*flags, "--overwrite") == 0
-    capsys.readouterr()
-    assert command(*new, "--out", "none", "--overwrite", "--steps", "1") == 0
-    assert "overwrote" not in capsys.readouterr().out  # where no run was
 
 
 OVERWRITE, RESUME = ["--overwrite"], ["--resume", "auto", "--steps", "14"]

@@ -14,19 +14,16 @@ from typing import Any
 
 import pytest
 
-from fp8stack.model.config import GPTConfig, load_config, plan_for, workload
+from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint import reader
-from fp8stack.training.checkpoint.validation import layers_left_out, newest_sound
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Decided, plan_phases
 from fp8stack.training.setup import resume
 from tests.conftest import losses, metrics
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.training.conftest import AUTO, saved
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("flags", [["--resume"], ["--resume", "auto"]])
@@ -74,19 +71,6 @@ def test_a_run_goes_on_in_its_compute_dtype_on_another_kind_of_cpu(
     assert [row[1] for row in losses(tmp_path / "r")] == pytest.approx(expected, rel=1e-3)
     plan = reader.load(tmp_path / "r/checkpoints/step-000004").info["plan"]
     assert plan["compute_dtype"] == "fp32"
-
-
-# Tests of each kind of damage are in tests/faults/inputs.
-def test_a_damaged_newest_checkpoint_is_passed_over_and_crowds_out_no_good_one(
-    run, command, finished, capsys
-):
-    (run / "checkpoints/step-000012/checkpoint.json").write_text("{")
-    assert command(*AUTO, "--save-every", "2") == 0
-    message = "resumed from r/checkpoints/step-000008; passed over: r/checkpoints/step-000012"
-    assert message in capsys.readouterr().out
-    assert losses(run) == losses(finished / "r")
-    assert newest_sound(run / "checkpoints", bool)[2] == []
-    assert reader.load(run / "checkpoints/step-000010").step == 10
 
 
 MEMORY = "fp8stack.precision.system_memory.available_memory"
@@ -176,22 +160,6 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     refused("pretrain", "--resume", "r", "--steps", "3", message="has done 14. Give more")
     (run / "checkpoints/step-000012/checkpoint.json").unlink()
     refused("pretrain", "--resume", "r/checkpoints/step-000012", code=3)
-
-
-def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
-    """FP8 does not pay for some layers on one machine: another machine must use the same layers."""
-    config = GPTConfig(vocabulary=512, context=64, layers=2, width=1600, heads=25)
-    machine = Hardware("cuda", (9, 0), has_te=True, name="NVIDIA H200")
-    first_plan = plan_for(config, "auto", machine, "te", work=workload(config, 2**17))
-    fp8_layers = {layer.name for layer in first_plan.layers if layer.fp8}
-    assert 0 < len(fp8_layers) < 8
-    left_out = layers_left_out(first_plan.to_json())
-    for hardware in (Hardware("cpu"), Hardware("cuda", (8, 9))):
-        resumed_plan = plan_for(config, "delayed", hardware, left_out=left_out)
-        assert {layer.name for layer in resumed_plan.layers if layer.fp8} == fp8_layers
-        assert [layer.reason for layer in resumed_plan.layers] == [
-            layer.reason for layer in first_plan.layers
-        ]
 
 
 def test_steps_that_are_repeated_are_dropped_from_the_log(tmp_path):

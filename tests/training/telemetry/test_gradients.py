@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8stack import GPT, build_backend, convert
+from fp8stack import GPT, build_backend
 from fp8stack.analysis.report.analysis import analyze, verdict
 from fp8stack.analysis.report.gradient_faults import faults
 from fp8stack.analysis.report.run_record import read_run
@@ -21,12 +21,8 @@ from fp8stack.analysis.report.telemetry import Gradient
 from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks
 from tests.faults.twins import TEXT
-from tests.support.backend_models import grad, normal
 from tests.support.cases import case
-from tests.support.expert_loops import WIDTH, Model, experts_of
 from tests.support.small_loop import SmallLoop, host_reads
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOUR = {"layers": 4, "width": 32, "heads": 2}
 SILENT: dict[str, Any] = {"eval_every": 100, "save_every": 100, "steps": 10}
@@ -88,19 +84,6 @@ def test_the_rows_are_the_norms_of_the_steps_gradients(
     total = [by_part[name]["norm"] for name in ("embedding", "blocks.0", "final_norm", "lm_head")]
     metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").open()]
     assert metrics[1]["grad_norm"] == pytest.approx(math.hypot(*total), rel=1e-4)
-
-
-def test_each_weight_of_converted_experts_is_a_part_and_their_biases_are_none() -> None:
-    model = Model(experts_of("GptOssExperts"))
-    convert(model, "delayed")
-    model(normal(48, WIDTH)).square().sum().backward()
-    flow = gradients.look(model)
-    assert flow is not None
-    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
-    assert [*by_part] == ["router", "experts.gate_up_proj", "experts.down_proj"]
-    for name in ("gate_up_proj", "down_proj"):
-        norm = float(grad(model.experts.get_parameter(name)).norm())
-        assert by_part[f"experts.{name}"]["norm"] == pytest.approx(norm)
 
 
 def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
