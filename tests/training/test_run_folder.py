@@ -111,9 +111,7 @@ def test_list_show_and_report_say_that_a_run_is_running(
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--out", "runs/gpt-nano-fp32"],
         ["--out", "runs/gpt-nano-fp32", "--resume", "auto"],
-        ["--resume", "runs/gpt-nano-fp32"],
         ["--resume", "runs/gpt-nano-fp32/checkpoints/step-000016"],
         ["--out", "runs/gpt-nano-fp32", "--overwrite"],
     ],

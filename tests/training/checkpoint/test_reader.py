@@ -64,7 +64,6 @@ def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
     [
         ("run/checkpoints/step-000010", "run"),
         ("checkpoints/step-1000000", "."),
-        ("checkpoints/run1", None),
         ("checkpoints/run1/step-000010", None),
         ("run/checkpoints", None),
     ],

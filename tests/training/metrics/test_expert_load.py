@@ -126,7 +126,6 @@ def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command
     [
         case("fp32", "ddp", quick=True),
         case("delayed", "fsdp", quick=True),
-        case("fp32", "fsdp", quick=False),
         case("mxfp8", "ddp", quick=False),
     ],
 )

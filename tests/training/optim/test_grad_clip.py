@@ -97,8 +97,7 @@ def history_of(*norms: float, window: int = 100) -> NormHistory:
 
 
 @pytest.mark.capability("A11")
-@pytest.mark.parametrize("count", [10, 57, 100, 250])
-@pytest.mark.parametrize("percent", [5.0, 50.0, 95.0])
+@pytest.mark.parametrize(("count", "percent"), [(10, 95.0), (57, 50.0), (250, 5.0)])
 def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(count, percent):
     random = np.random.default_rng(count)
     values = np.exp(random.standard_normal(count)).astype(np.float32)

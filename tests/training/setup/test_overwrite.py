@@ -43,11 +43,9 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(run, new, command
     [
         (["--out", "r", "--resume", "auto"], "Give one of them"),
         ([], "--overwrite needs --out"),
-        (["--out", "r", "--init-from", "r"], "lies in r, which --overwrite removes"),
         (["--out", "r", "--init-from", "r/checkpoints/step-000012"], "which --overwrite removes"),
         (["--out", "r", "--model", "r/presets/a.toml"], "a.toml lies in r, which --overwrite"),
         (["--out", "r", "--lr", "-1"], "lr"),
-        (["--out", "r", "--data", "none.txt"], "none.txt"),
         (["--out", "r", "--context", "4096"], "--context 4096 is more than"),
         (["--out", "t.txt"], "is a file"),
     ],
@@ -67,9 +65,8 @@ OVERWRITE, RESUME = ["--overwrite"], ["--resume", "auto", "--steps", "14"]
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        *(("presets", OVERWRITE), ("report_files", OVERWRITE), ("metrics.jsonl", OVERWRITE)),
-        *(("checkpoints", OVERWRITE), ("profile", RESUME), ("tensorboard", RESUME)),
-        *(("checkpoints", RESUME), ("metrics.jsonl", RESUME)),
+        *(("presets", OVERWRITE), ("metrics.jsonl", OVERWRITE), ("checkpoints", OVERWRITE)),
+        *(("tensorboard", RESUME), ("checkpoints", RESUME), ("metrics.jsonl", RESUME)),
     ],
 )
 def test_nothing_is_written_or_removed_through_a_link_in_a_run(

@@ -46,7 +46,7 @@ def findings(folder: Path) -> list[str]:
 
 
 @pytest.mark.capability("A6")
-@pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp32", 2), ("fp16", 2)])
+@pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp16", 2)])
 def test_the_rows_are_the_norms_of_the_steps_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, accumulate: int
 ) -> None:
@@ -101,9 +101,8 @@ def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("fp32", "auto"), ("delayed", "emulate"), ("fp16", "auto"), ("mxfp8", "emulate"),
-     ("delayed", "torch")],
-)  # fmt: skip
+    [("delayed", "emulate"), ("fp16", "auto"), ("delayed", "torch")],
+)
 @pytest.mark.full
 def test_the_runs_numbers_are_the_same_to_the_bit_with_and_without(
     tmp_path: Path, recipe: str, backend: str
@@ -207,10 +206,9 @@ def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() ->
     assert named(norms | {"final_norm": [0.1] * 5}) == {
         ("exploding", f"blocks.{i}.mlp.up") for i in range(4)
     }
-    norms = {f"blocks.{i}.mlp.up": [1e-5 if i < 4 else 1.0] * 5 for i in range(6)}
-    assert named(norms | {"final_norm": [0.1] * 5}) == {
-        ("vanishing", f"blocks.{i}.mlp.up") for i in range(4)
-    }
+    usual = {f"blocks.{i}.mlp.up": [1.0] * 6 for i in range(5)}  # two samples are no fault
+    assert not named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]})
+    assert not named(usual | {"blocks.1.mlp.up": [0.01] * 6, "blocks.2.mlp.up": [100.0] * 6})
 
 
 def _rank_rows(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
