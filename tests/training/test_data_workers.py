@@ -30,7 +30,6 @@ from fp8stack.training import data_workers
 from fp8stack.training.data_workers import DataWorkers, in_shared_memory
 from tests.conftest import TINY
 from tests.faults.processes import Child, Ended, difference, last_step, run_ranks
-from tests.support.cases import case
 
 WORDS = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY, "--set", "workers=2"]
 WORDS += ["--set", "worker_timeout=2"]
@@ -115,7 +114,6 @@ def twin(tmp_path_factory) -> Path:
 
 MOMENTS = {
     "at the start": partial(reading, 1, signal_itself),
-    "in a step": partial(calling, "fp8stack.training.step.Step.__call__", 3),
     "in an evaluation": partial(calling, "fp8stack.training.loop.validation_loss", 1),
     "in a save": partial(calling, "fp8stack.training.checkpoint.writer.sha256_of_file", 2),
 }
@@ -124,10 +122,9 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        case("at the start", signal.SIGKILL, quick=True),
-        case("in a save", signal.SIGTERM, quick=True),
-        case("in an evaluation", signal.SIGSTOP, quick=True),
-        case("in a step", signal.SIGKILL, quick=False),
+        ("in a save", signal.SIGTERM),
+        pytest.param("at the start", signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param("in an evaluation", signal.SIGSTOP, marks=pytest.mark.full),
     ],
 )
 def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, number, twin, tmp_path):
@@ -151,6 +148,7 @@ def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, numb
         (end, r"Data worker \d+ ended with exit code 3\."),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_worker_without_memory_ends_the_run_likewise(act, message, twin, tmp_path):
     goes_on(partial(reading, 7, act, 0), message, twin, tmp_path)
 
@@ -170,6 +168,7 @@ def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Pa
     assert difference(tmp_path / "r", twin) == ""
 
 
+@pytest.mark.full
 def test_all_ranks_end_alike_if_one_of_them_loses_a_worker(tmp_path):
     change = partial(reading, 7, signal_itself, signal.SIGKILL)
     ended: list[Ended] = run_ranks(WORDS, tmp_path, 2, change=change)
@@ -178,6 +177,7 @@ def test_all_ranks_end_alike_if_one_of_them_loses_a_worker(tmp_path):
     assert last_step(tmp_path / "r") in range(1, 7)
 
 
+@pytest.mark.full
 def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stopped_worker(tmp_path):
     words = [*WORDS, "--steps", "100000", "--set", "worker_timeout=3000"]
     child = Child(words, tmp_path, change=partial(reading, 7, signal_itself, signal.SIGSTOP))

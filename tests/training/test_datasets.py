@@ -71,21 +71,6 @@ def vocabulary_of(run: Path) -> int:
     return load_config(config.model, config.model_overrides).vocabulary
 
 
-def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path):
-    assert command("pretrain", "--data", tokens, "--out", "run", *TINY) == 0
-    assert vocabulary_of(tmp_path / "run") == 300
-    cut = cut_short(tmp_path / "run")
-    assert command("pretrain", "--resume", "cut") == 0
-    assert losses(cut) == losses(tmp_path / "run")
-    more = ["--set", "model_overrides.vocabulary=512"]
-    assert command("pretrain", "--data", tokens, "--out", "more", *SHORT, *more) == 0
-    assert vocabulary_of(tmp_path / "more") == 512
-    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    flags = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
-    assert command("pretrain", *flags, *SHORT) == 0
-    assert vocabulary_of(tmp_path / "bin") == 300
-
-
 def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
     characters = "\n abcdeé"
     ids = {character: number for number, character in enumerate(characters)}
@@ -100,17 +85,6 @@ def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, t
     capsys.readouterr()
     assert command("generate", "run", "--prompt", "abc", "--tokens", "20", "--seed", "0") == 0
     assert set(capsys.readouterr().out.rstrip("\n")) <= set(characters)
-
-
-def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
-    command, tokens, tmp_path
-):
-    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    flags = ["--data", "train.bin", "--out", "run", "--document-mask", *SHORT, *VOCABULARY]
-    assert command("pretrain", *flags) == 2
-    assert command("pretrain", *flags, "--tokenizer", "tokens") == 0
-    saved_json = (tmp_path / "run/tokenizer.json").read_text()
-    assert saved_json == (tmp_path / "tokens/tokenizer.json").read_text()
 
 
 def cut_short(run: Path) -> Path:

@@ -69,13 +69,6 @@ def test_weights_of_a_padded_vocabulary_are_padded_anew(command, begun, tmp_path
     assert changed(weights(run), saved) == []
 
 
-def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, command):
-    assert command("pretrain", "--out", "a", *TINY, "--init-from", "source") == 0
-    assert command("pretrain", "--resume", "source", "--steps", "14") == 0
-    assert command("pretrain", "--config", "a/run.toml", "--out", "b") == 0
-    assert losses(Path("a")) == losses(Path("b"))
-
-
 @pytest.mark.parametrize(
     ("sets", "difference"),
     [

@@ -73,16 +73,6 @@ def test_the_micro_batches_of_presets_fit_into_80_gb(model, recipe):
     assert of.peak(planned.trained, "none", sequences) <= 80e9
 
 
-def test_a_close_call_is_let_through_and_so_is_whoever_insists():
-    of, plans, peak = footprint(batch=8)
-    check(of, plans, CPU, round(peak * 0.91))
-    check(of, plans, CPU, None)
-    with pytest.raises(UserError, match="check_memory=false"):
-        check(of, plans, CPU, round(peak * 0.89))
-    check(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
-    check(of, plans, CPU, round(peak * 0.6), compiled=True)
-
-
 def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
     of, plans, peak = footprint(batch=4, ranks=4)
     with pytest.raises(UserError, match=r"weights, gradients and optimizer of 124,439,808 param"):
@@ -168,6 +158,7 @@ def faults_before_and_after(rank: int) -> tuple[int, int]:
 @pytest.mark.capability("D9")
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
 @pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="set outside")
+@pytest.mark.full
 def test_freed_memory_is_kept_and_not_faulted_in_again():
     ((before, after),) = in_ranks(faults_before_and_after, 1)
     assert before >= 10 * 48  # 96 MiB each time, in pages of 2 MiB at most
@@ -182,3 +173,13 @@ def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):
     assert called == [True]
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not keep_freed_memory()  # the environment sets the allocator
+
+
+def test_a_close_call_is_let_through_and_so_is_whoever_insists():
+    of, plans, peak = footprint(batch=8)
+    check(of, plans, CPU, round(peak * 0.91))
+    check(of, plans, CPU, None)
+    with pytest.raises(UserError, match="check_memory=false"):
+        check(of, plans, CPU, round(peak * 0.89))
+    check(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
+    check(of, plans, CPU, round(peak * 0.6), compiled=True)

@@ -280,20 +280,6 @@ def test_a_phase_without_steps_is_told(tmp_path):
 
 
 @pytest.mark.capability("C1")
-def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
-    run = SmallLoop(
-        tmp_path / "r", "delayed", phases="default", steps=30, warmup_steps=50, decay_fraction=0.2,
-        strict=True, backend="emulate",
-    ).run  # fmt: skip
-    assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
-        ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
-    ]  # fmt: skip
-    plan = run.plan_json()
-    assert (plan["asked"], plan["recipe"]["name"]) == ("delayed", "delayed")
-    assert [phase["precision"] for phase in plan["phases"]] == ["bf16", "delayed-emulated", "bf16"]
-
-
-@pytest.mark.capability("C1")
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
     copy = tmp_path / "copy.toml"
     copy.write_text('like = "current"\n')
@@ -325,21 +311,6 @@ def test_keys_that_change_nothing_are_told(tmp_path):
     notes = SmallLoop(tmp_path / "r", "fp32", **keys).run.notes
     assert [note.partition(" ")[0] for note in notes] == [*keys]
     assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
-
-
-def test_more_steps_that_move_the_phases_are_announced(tmp_path):
-    small = SmallLoop(
-        tmp_path / "r", "current", phases="default", steps=6, save_every=6, warmup_steps=1,
-        decay_fraction=0.5,
-    )  # fmt: skip
-    small.advance(6)
-    assert [event[:2] for event in events(tmp_path / "r")] == [
-        (1, "warmup"), (2, "stable"), (4, "decay"),
-    ]  # fmt: skip
-    more = small.resumed(steps=16)
-    assert any("the learning rate and the phases follow" in note for note in more.run.notes)
-    more.advance(1)
-    assert events(tmp_path / "r")[-1][:2] == (7, "stable")
 
 
 def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path):

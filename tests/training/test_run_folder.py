@@ -64,27 +64,6 @@ def test_a_run_is_running_as_long_as_another_process_holds_its_lock(unfinished):
         assert not folder.is_running
 
 
-def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
-    folder = RunFolder(tmp_path / "r")
-    folder.claim()
-    (reader, writer), (heard, begun) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(begun, b"x")
-        os.read(reader, 1)
-        os._exit(0)
-    try:
-        os.read(heard, 1)
-        assert folder.is_running
-        folder.release()
-        assert not folder.is_running
-    finally:
-        os.write(writer, b"x")
-        os.waitpid(child, 0)
-        for end in (reader, writer, heard, begun):
-            os.close(end)
-
-
 @pytest.mark.parametrize(
     ("held", "state", "ending"),
     [(True, "running", "still running"), (False, "unfinished", "killed")],
@@ -133,3 +112,24 @@ def test_a_new_run_takes_another_folder_than_one_that_another_process_has_claime
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert new_folder(config).path.name == "gpt-nano-fp32-2"
     assert refusal(RunFolder(live).require_free).startswith("Another process trains in")
+
+
+def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
+    folder = RunFolder(tmp_path / "r")
+    folder.claim()
+    (reader, writer), (heard, begun) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(begun, b"x")
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        os.read(heard, 1)
+        assert folder.is_running
+        folder.release()
+        assert not folder.is_running
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        for end in (reader, writer, heard, begun):
+            os.close(end)

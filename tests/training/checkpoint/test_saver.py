@@ -75,27 +75,6 @@ def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path
     assert saved.info["guard"] == GUARD
 
 
-def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, gate):
-    saver = _saver(tmp_path)
-    saver.save(1, INFO, lambda: _tensors(1))
-    assert gate.reached.wait(30)
-    captured: list[int] = []
-
-    def capture() -> Groups:
-        captured.append(len(list(tmp_path.glob("step-*"))))
-        return _tensors(2)
-
-    second = threading.Thread(target=saver.save, args=(2, INFO, capture))
-    second.start()
-    second.join(0.2)
-    assert (captured, gate.writes) == ([], 1)
-    gate.opened.set()
-    second.join()
-    saver.wait()
-    assert captured == [1]  # the first was there before the second began
-    assert _names(tmp_path) == ["step-000001", "step-000002"]
-
-
 def _no_room(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -85,6 +85,7 @@ def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared):
     }
 
 
+@pytest.mark.full
 def test_torchs_own_reader_reads_what_ranks_wrote(shared):
     saved = _newest(shared / "r")
     saved_tensors = tensors(saved)
@@ -118,6 +119,7 @@ def _add(file: Path) -> None:
     shutil.copy(file, file.with_name(file_of(7)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [_flip, Path.unlink, _swap, _add])
 @pytest.mark.parametrize("group", ["model", "optimizer"])
 def test_a_damaged_shard_is_named(damage, group, shared, tmp_path):
@@ -128,6 +130,7 @@ def test_a_damaged_shard_is_named(damage, group, shared, tmp_path):
         checkpoints.load(saved)
 
 
+@pytest.mark.full
 def test_with_a_damaged_shard_the_checkpoint_before_is_taken_and_with_all_damaged_none(
     run, command, refused, capsys
 ):

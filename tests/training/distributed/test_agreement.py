@@ -52,6 +52,7 @@ def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(flags, message, 
     assert not (folder / "n").exists()
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder):
     words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", "--checkpoint-async"]
     ended = run_ranks(words, folder, 2, "full:3000@save:1/rank=1")
@@ -75,12 +76,14 @@ def shared(begun: Path) -> dict[int, Path]:
     return runs
 
 
+@pytest.mark.full
 def test_three_ranks_share_rows_that_they_cannot_share_equally(shared):
     three_ranks, one_rank = ([row["loss"] for row in metrics(shared[ranks])] for ranks in (3, 1))
     assert three_ranks[0] == pytest.approx(one_rank[0], rel=1e-5)
     assert three_ranks == pytest.approx(one_rank, rel=5e-3)
 
 
+@pytest.mark.full
 def test_ranks_begin_a_branch_together(folder):
     named = "r/checkpoints/step-000002"
     ended = run_ranks([*WORDS, "--resume", named, "--out", "n", "--recipe", "current"], folder, 2)
@@ -93,6 +96,7 @@ def test_ranks_begin_a_branch_together(folder):
     assert [row for row in runs[1] if row[1] is not None] == runs[0]
 
 
+@pytest.mark.full
 def test_a_branch_that_is_started_again_goes_on(folder, command, monkeypatch, capsys):
     named = "r/checkpoints/step-000002"
     words = [*WORDS, "--resume", named, "--out", "n", "--recipe", "bf16"]

@@ -164,6 +164,7 @@ def _trained(folder: Path, name: str, *flags: str) -> Path:
         *(pytest.param(r, marks=pytest.mark.slow) for r in ("fp32", "bf16", "fp16", *FP8[1:])),
     ],
 )
+@pytest.mark.full
 def test_a_compressed_run_learns_the_same(recipe, folder):
     flags = [*SMALL, "--recipe", recipe]
     plain = _trained(folder, f"{recipe}-plain", *flags)

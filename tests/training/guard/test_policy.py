@@ -100,19 +100,6 @@ def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_pa
     assert (small.events()[-1]["event"], small.events()[-1]["why"]) == ("stop", text)
 
 
-def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path):
-    """The next rung is taken, since there is no checkpoint to go back to."""
-    keys: dict[str, Any] = {"guard": {"warmup": 8, "patience": 2}, "steps": 16}
-    small = SmallLoop(tmp_path / "r", "current", recipe_overrides={"head": True}, **keys)
-    small.spoil("lm_head", {12, 13}, factor=100.0)
-    assert small.go() == 0
-    assert small.guard_events() == [(12, "skip"), (13, "skip"), (13, "demote")]
-    skip, _, demoted = small.events()
-    assert "is above its limit" in skip["why"]
-    assert (demoted["layer"], demoted["operand"]) == ("lm_head", "output")
-    assert "times its usual" in demoted["why"]
-
-
 def spoilt(folder: Path, **keys: Any) -> SmallLoop:
     """A run whose steps 6 to 11 go wrong in a layer, so that it rolls back and takes it out of FP8
     for four steps."""

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8stack.model.mixture import RoutingRecord
-from fp8stack.training import step
 from fp8stack.training.metrics.expert_load import load_in
 from tests.conftest import metrics
 from tests.faults.processes import difference, run_ranks
@@ -80,23 +79,6 @@ def test_the_load_is_the_mean_over_passes_and_counts_all_tokens():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "sums"), [(SHAPE, 6), (SHAPE.replace("bias = 0.01\n", ""), 3)])
-def test_ranks_sum_the_load_only_in_steps_that_need_it(shape, sums, tmp_path, monkeypatch):
-    """Biases need it in each step; else steps 1, 4 and 6, which are sampled or logged."""
-    records: list[Any] = []
-
-    def counted(record: RoutingRecord, ranks: int) -> Any:
-        records.append(record)
-        return load_in(record, ranks)
-
-    monkeypatch.setattr(step, "load_in", counted)
-    (tmp_path / "shape.toml").write_text(shape)
-    flags: dict[str, Any] = {"model": str(tmp_path / "shape.toml"), "log_every": 4}
-    loop = SmallLoop(tmp_path / "r", "fp32", steps=6, eval_every=6, telemetry_every=99, **flags)
-    loop.advance(6)
-    assert len(records) == sums
-
-
 @pytest.mark.capability("A14")
 def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command, capsys):
     for out in ("finished", "cut"):
@@ -129,6 +111,7 @@ def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command
         case("mxfp8", "ddp", quick=False),
     ],
 )
+@pytest.mark.full
 def test_two_ranks_train_like_one(folder, recipe, parallel):
     rows = {}
     for ranks in (1, 2):
@@ -155,16 +138,6 @@ def test_a_step_that_is_skipped_moves_no_bias(tmp_path):
     assert torch.equal(loop.run.model.get_buffer(BIAS), before)
     loop.advance()
     assert not torch.equal(loop.run.model.get_buffer(BIAS), before)
-
-
-def test_phases_share_the_biases(tmp_path):
-    loop = small(tmp_path, phases="default", steps=8)
-    biases = loop.run.model.get_buffer(BIAS)
-    model = loop.run.model
-    loop.advance(4)
-    assert biases.abs().max() > 0
-    assert loop.run.model is not model
-    assert loop.run.model.get_buffer(BIAS) is biases
 
 
 @pytest.mark.parametrize(

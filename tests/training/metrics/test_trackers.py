@@ -19,6 +19,7 @@ from fp8stack.training.checkpoint.reader import canonical, sha256_of
 from fp8stack.training.metrics import trackers
 from tests.conftest import TINY, metrics, refusal
 
+pytestmark = pytest.mark.full
 KEYS = ("loss", "lr", "grad_norm", "val_loss")
 
 
@@ -71,7 +72,6 @@ def tensorboard(run: Path, key: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in _events(run).Scalars(key)]
 
 
-@pytest.mark.full
 def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes_on(
     tracked, command, tmp_path
 ):

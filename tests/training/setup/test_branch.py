@@ -11,7 +11,6 @@ from fp8stack.training import run_folder
 from fp8stack.training.checkpoint.saver import Saver
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import contents, metrics
-from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.small_loop import SmallLoop, changed
 from tests.training.conftest import saved
 
@@ -115,26 +114,6 @@ def test_overrides_belong_to_the_recipe_that_they_were_given_for(tmp_path):
         more.advance(1)
         more.loop.stop()
         more.run.folder.release()
-
-
-@pytest.mark.full
-def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
-    first = SmallLoop(tmp_path / "a", "delayed", **EVERY | {"steps": AT})
-    first.loop.guard.demoted["blocks.0.mlp.down"] = None
-    first.loop.guard._incidents = 2
-    first.advance(AT)
-    (checkpoint,) = (tmp_path / "a" / "checkpoints").iterdir()
-    bad = {"streak": 2, "overflows": 3, "recent": [1, 1]}
-    rewrite(checkpoint, lambda body: body["info"]["guard"]["watch"].update(bad))
-    flags = EVERY | {"resume": str(tmp_path / "a")}
-    state = SmallLoop(tmp_path / "b", "current", **flags).loop.guard.state()
-    watch = state["watch"]
-    assert (state["demoted"], state["incidents"]) == ({}, 0)
-    assert (watch["streak"], watch["overflows"], watch["window"]) == (0, 0, [])
-    phases = {"name": "first", "until": AT + 2}, {"name": "second", "recipe": "bf16"}
-    for name, more in ("c", {}), ("d", {"phases": phases}):
-        same_recipe = SmallLoop(tmp_path / name, "delayed", **flags | more)
-        assert same_recipe.loop.guard.demoted == {"blocks.0.mlp.down": None}
 
 
 @pytest.mark.parametrize(
