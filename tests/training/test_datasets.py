@@ -178,16 +178,13 @@ USES = {
 
 @pytest.fixture(scope="module")
 def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs in 300 tokens: on `.bin` and a named tokenizer, on prepared data, and on
-    text, all with a `tokenizer.json`."""
+    """A folder with runs in 300 tokens: on `.bin` and a named tokenizer, and on prepared data."""
     home = tmp_path_factory.mktemp("runs")
     shutil.copytree(prepared, home / "tokens")
     (home / "train.bin").write_bytes((home / "tokens/train-00000.bin").read_bytes())
-    (home / "text.txt").write_text(TEXT)
     named = ["--tokenizer", str(home / "tokens")]
-    for name, data in (("bin", ["train.bin", *named]), ("prepared", ["tokens"]),
-                       ("text", ["text.txt", *named])):  # fmt: skip
-        flags = ["--data", str(home / data[0]), *data[1:], "--out", str(home / name)]
+    for name, data, more in (("bin", "train.bin", named), ("prepared", "tokens", [])):
+        flags = ["--data", str(home / data), *more, "--out", str(home / name)]
         assert exit_code("pretrain", *flags, *TINY, "--recipe", "fp32", *VOCABULARY) == 0
         (home / name / "checkpoints/step-000012/checkpoint.json").unlink()
     return home
@@ -199,10 +196,10 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(("bin", use, "another vocabulary") for use in USES),
         *(("bin", "resume", replaced) for replaced in ("nothing", "no tokenizer")),
         *(("prepared", "resume", replaced) for replaced in ("another vocabulary", "nothing")),
-        ("text", "begin", "nothing"),
+        ("bin", "begin", "nothing"),
     ],
 )
-def test_a_run_whose_tokenizer_was_replaced_says_so(
+def test_a_run_whose_tokenizer_was_replaced_says_so_and_goes_on_with_it_by_name(
     name, use, replaced, runs, command, tmp_path, capsys
 ):
     shutil.copytree(runs / name, tmp_path / "cut")
@@ -220,28 +217,11 @@ def test_a_run_whose_tokenizer_was_replaced_says_so(
     assert code == 2, printed
     assert printed.err.count("\n") == 1 + printed.err.count("passed over"), printed
     assert "tokenizer.json" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [("bin", "resume"), ("bin", "eval"), ("bin", "export"), ("prepared", "resume")],
-)
-def test_a_run_with_another_file_goes_on_with_its_tokenizer_by_name(
-    name, use, runs, command, tmp_path
-):
-    shutil.copytree(runs / name, tmp_path / "cut")
-    (tmp_path / "text.txt").write_text(TEXT)
-    file = tmp_path / "cut/tokenizer.json"
-    before = file.read_text()
-    another(file)
-    flags = [*USES[use], "--tokenizer", str(runs / "tokens")]
-    assert command(*flags) == 0
-    if use == "resume":
-        assert file.read_text() == before
-    other_file = tmp_path / "other.json"
-    other_file.write_text(before)
-    another(other_file)
-    assert command(*USES[use], "--tokenizer", str(other_file)) == 2
+    if replaced == "another vocabulary" and use != "begin":
+        (tmp_path / "other.json").write_bytes(file.read_bytes())
+        assert command(*USES[use], "--tokenizer", "other.json") == 2
+        assert command(*USES[use], "--tokenizer", str(runs / "tokens")) == 0
+        assert use != "resume" or file.read_text() == before
 
 
 TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
@@ -272,21 +252,6 @@ def test_text_is_no_bytes_to_a_model_with_many_tokens(command, refused, tmp_path
     many = [*flags, "--set", "model.vocabulary=5000"]
     assert "--tokenizer bytes" in refused(*many, message="fp8stack prepare")
     assert command(*many, "--tokenizer", "bytes") == 0
-
-
-def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_path):
-    shape = "vocabulary = 5000\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
-    model_tokenizer = tmp_path / tokens / "tokenizer.json"
-    (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{model_tokenizer}'\n")
-    (tmp_path / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).write_text(TEXT)
-    flags = ["--data", "texts", "--steps", "2", "--batch", "2", "--recipe", "fp32"]
-    masked = ["--document-mask", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
-    assert command("pretrain", "--model", "mine.toml", *flags, *masked, "--out", "r") == 0
-    assert (tmp_path / "r/tokenizer.json").read_text() == model_tokenizer.read_text()
-    model_tokenizer.unlink()
-    assert command("pretrain", "--resume", "r", "--steps", "3") == 0
 
 
 def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):

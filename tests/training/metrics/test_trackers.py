@@ -269,3 +269,12 @@ def _name_all_trackers(file: Path) -> None:
     del manifest["sha256"]
     manifest["info"]["config"] |= {"tensorboard": True, "wandb": True, "trackio": True}
     file.write_text(json.dumps({"sha256": sha256_of(canonical(manifest)), **manifest}))
+
+
+def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
+    (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path, resumed=False)
+    board.start()
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
+        board.log({"loss": loss}, step=step)
+    board.finish()
+    assert tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 2.5), (3, 3.5)]
