@@ -307,7 +307,7 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
 
 
 def test_keys_that_change_nothing_are_told(tmp_path):
-    keys = {"loss_scale": 8.0, "clip_window": 50, "momentum": 0.5}
+    keys: dict[str, Any] = {"loss_scale": 8.0, "clip_window": 50, "momentum": 0.5}
     notes = SmallLoop(tmp_path / "r", "fp32", **keys).run.notes
     assert [note.partition(" ")[0] for note in notes] == [*keys]
     assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()

@@ -2,35 +2,26 @@
 
 import shutil
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from fp8stack.common.errors import UserError
-from fp8stack.layers.fsdp import local_shard
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.sharded import (
     SharedGroup,
-    copy_into,
     file_of,
-    first_row,
     write_rows,
 )
-from fp8stack.training.distributed.process_group import join
 from tests.conftest import Command
-from tests.faults.processes import in_ranks, last_step, run_ranks, tensors
+from tests.faults.processes import last_step, run_ranks, tensors
 from tests.faults.rank_rows import ODD
 from tests.faults.twins import SMALL, TEXT
 from tests.support.small_loop import changed
@@ -155,43 +146,6 @@ def _written(folder: Path, *chunks: tuple[int, Tensor]) -> SharedGroup:
     for rank, (first, rows) in enumerate(chunks):
         write_rows(folder / file_of(rank), {"a": rows}, {"a": first})
     return SharedGroup(folder, {file_of(rank) for rank in range(len(chunks))})
-
-
-def _shares(folder: Path, rank: int) -> list[str]:
-    """Write tensors from two ranks by torch's writer and by ours. Returns the differences."""
-    join("cpu", 60)
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    full = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(1, 4)}
-    sharded = {name: distribute_tensor(of, mesh, [Shard(0)]) for name, of in full.items()}
-    torch_folder, our_folder = folder / "theirs", folder / "ours"
-    for path in (torch_folder, our_folder):
-        path.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    writer = HuggingFaceStorageWriter(str(torch_folder), save_distributed=True)
-    save(dict(sharded), storage_writer=writer)
-    firsts = {name: first_row(tensor) for name, tensor in sharded.items()}
-    write_rows(
-        our_folder / file_of(rank),
-        {n: local_shard(tensor) for n, tensor in sharded.items()},
-        firsts,
-    )
-    torch.distributed.barrier()
-    wrong = []
-    for path in (torch_folder, our_folder):
-        group = SharedGroup(path, {file.name for file in path.glob("*.safetensors")})
-        for name, of in full.items():
-            into = distribute_tensor(torch.zeros_like(of), mesh, [Shard(0)])
-            copy_into(into, group.like(name, into))
-            if not torch.equal(group[name], of) or not torch.equal(into.full_tensor(), of):
-                wrong.append(f"{path.name}: {name}")
-    names = [sorted(file.name for file in path.glob("*")) for path in (torch_folder, our_folder)]
-    wrong += [] if names[0] == names[1] else [f"named {names}"]
-    return wrong
-
-
-def test_torchs_writer_and_ours_write_what_our_reader_reads(tmp_path):
-    assert in_ranks(partial(_shares, tmp_path), 2) == [[], []]
 
 
 @pytest.mark.parametrize(
