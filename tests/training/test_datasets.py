@@ -13,12 +13,10 @@ from torch import Tensor
 import fp8stack
 from fp8stack.common.errors import UserError
 from fp8stack.data import load_corpora, texts
-from fp8stack.data.tokenizer import tokenizer_from_json
 from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import parse_config
 from fp8stack.training.load import tokenizer_of_run
 from tests.conftest import TINY, exit_code, losses
-from tests.support.small_tokenizers import trained
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
 VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
@@ -254,9 +252,9 @@ def test_text_is_no_bytes_to_a_model_with_many_tokens(command, refused, tmp_path
     assert command(*many, "--tokenizer", "bytes") == 0
 
 
-def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):
+def test_more_text_than_a_start_can_read_is_to_be_prepared(prepared, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
-    bpe = tokenizer_from_json(trained().to_str())
+    bpe = fp8stack.load_tokenizer(str(prepared))
     monkeypatch.setattr(texts, "MOST_BYTES", len(TEXT) - 1)
     with pytest.raises(UserError, match="fp8stack prepare"):
         load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)

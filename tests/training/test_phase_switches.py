@@ -122,7 +122,7 @@ def test_a_switch_builds_the_model_again_around_the_same_parameters(tmp_path):
 @pytest.mark.capability("C1")
 @pytest.mark.parametrize("before", ["fp32", "fp16"])
 def test_delayed_scaling_begins_with_the_scales_of_its_first_steps_operands(before, tmp_path):
-    flags = {"accumulate": 2, "first_loss_scale": 4096.0}
+    flags: dict[str, Any] = {"accumulate": 2, "first_loss_scale": 4096.0}
     small = SmallLoop(tmp_path / "r", "delayed", phases=three(before), **flags)
     small.advance(3)
     saved = small.everything()

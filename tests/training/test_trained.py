@@ -15,7 +15,6 @@ from fp8stack.planning.run_config import RunConfig
 from fp8stack.trained.evaluate.windows import windows_for
 from fp8stack.trained.export.format_files import hf_files
 from fp8stack.trained.export.writing import replace_folder
-from tests.support.hf_models import loaded, random_model, source_of
 
 SMALL = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 64, "context": 32}
 
@@ -23,6 +22,8 @@ SMALL = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 64, "context": 32}
 @pytest.fixture
 def transformers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of transformers with a tokenizer of bytes, and `text.txt` next to it."""
+    from tests.support.hf_models import random_model, source_of
+
     monkeypatch.chdir(tmp_path)
     model = random_model(load_config("gpt-nano", SMALL))
     replace_folder(tmp_path / "theirs", hf_files(source_of(model), "bytes"))
@@ -31,6 +32,8 @@ def transformers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def _logits(folder: Path, tokens: Tensor) -> Tensor:
+    from tests.support.hf_models import loaded
+
     with torch.no_grad():
         logits: Tensor = loaded(folder)(tokens).logits
     return logits
