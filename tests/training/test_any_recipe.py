@@ -12,8 +12,6 @@ from fp8stack.precision import load_recipe
 from tests.faults.processes import difference
 from tests.training.pin_runs import SHAPE, TEXT
 
-NEW = [name for name in QUANTIZED if name not in FP8]
-QUICK = ("nvfp4", "rowwise_wgrad_hp", "mxfp6_e3m2")
 FLAGS = [
     "--model", "shape.toml", "--data", str(TEXT), "--batch", "4", "--device", "cpu", "--seed", "5",
     "--save-every", "3", "--eval-every", "6", "--set", "sample_tokens=0", "--set", "eval_windows=2",
@@ -54,8 +52,8 @@ def in_folder(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("./mine.toml", *QUICK),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in NEW if name not in QUICK),
+        "./mine.toml",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED if name not in FP8),
     ],
 )
 @pytest.mark.full

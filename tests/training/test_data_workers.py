@@ -30,9 +30,7 @@ from fp8stack.training import data_workers
 from fp8stack.training.data_workers import DataWorkers, in_shared_memory
 from tests.conftest import TINY
 from tests.faults.processes import Child, Ended, difference, last_step, run_ranks
-from tests.support.cases import case
 
-DOCS = Path(__file__).parents[2] / "docs"
 WORDS = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY, "--set", "workers=2"]
 WORDS += ["--set", "worker_timeout=2"]
 
@@ -116,21 +114,19 @@ def twin(tmp_path_factory) -> Path:
 
 MOMENTS = {
     "at the start": partial(reading, 1, signal_itself),
-    "in the middle": partial(reading, 7, signal_itself),
-    "in a step": partial(calling, "fp8stack.training.step.Step.__call__", 3),
     "in an evaluation": partial(calling, "fp8stack.training.loop.validation_loss", 1),
     "in a save": partial(calling, "fp8stack.training.checkpoint.writer.sha256_of_file", 2),
 }
-QUICK = [
-    ("at the start", signal.SIGKILL), ("in a save", signal.SIGTERM),
-    ("in an evaluation", signal.SIGSTOP),
-]  # fmt: skip
-SIGNALS = [(moment, signal.SIGKILL) for moment in MOMENTS]
-SIGNALS += [("in the middle", signal.SIGTERM), ("in a save", signal.SIGTERM)]
-SIGNALS += [("at the start", signal.SIGSTOP), ("in an evaluation", signal.SIGSTOP)]
 
 
-@pytest.mark.parametrize(("moment", "number"), [case(*x, quick=x in QUICK) for x in SIGNALS])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("in a save", signal.SIGTERM),
+        pytest.param("at the start", signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param("in an evaluation", signal.SIGSTOP, marks=pytest.mark.full),
+    ],
+)
 def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, number, twin, tmp_path):
     change = partial(MOMENTS[moment], number)
     message = {
@@ -152,6 +148,7 @@ def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, numb
         (end, r"Data worker \d+ ended with exit code 3\."),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_worker_without_memory_ends_the_run_likewise(act, message, twin, tmp_path):
     goes_on(partial(reading, 7, act, 0), message, twin, tmp_path)
 
@@ -171,13 +168,7 @@ def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Pa
     assert difference(tmp_path / "r", twin) == ""
 
 
-def test_shared_memory_that_a_worker_died_of_is_named(tmp_path):
-    change = partial(reading, 7, signal_itself, signal.SIGBUS)
-    ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
-    assert ended.code == 75
-    assert "(SIGBUS). Perhaps /dev/shm, the shared memory, is full." in ended.stderr
-
-
+@pytest.mark.full
 def test_all_ranks_end_alike_if_one_of_them_loses_a_worker(tmp_path):
     change = partial(reading, 7, signal_itself, signal.SIGKILL)
     ended: list[Ended] = run_ranks(WORDS, tmp_path, 2, change=change)
@@ -186,6 +177,7 @@ def test_all_ranks_end_alike_if_one_of_them_loses_a_worker(tmp_path):
     assert last_step(tmp_path / "r") in range(1, 7)
 
 
+@pytest.mark.full
 def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stopped_worker(tmp_path):
     words = [*WORDS, "--steps", "100000", "--set", "worker_timeout=3000"]
     child = Child(words, tmp_path, change=partial(reading, 7, signal_itself, signal.SIGSTOP))
@@ -209,9 +201,6 @@ def children(process: int) -> list[int]:
 
 def is_stopped(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-# Its parts
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
@@ -250,22 +239,3 @@ def test_a_lost_worker_keeps_its_message_on_its_way_to_the_main_process():
     )
     wrapped += ' call last):\n  File "x"\nfp8stack.errors.DataWorkerLost: It is: full.\n'
     assert str(DataWorkerLost(wrapped)) == str(DataWorkerLost("It is: full.")) == "It is: full."
-
-
-def test_the_loop_of_the_docs_starts_again_on_the_exit_code_of_a_lost_worker(tmp_path):
-    page = (DOCS / "long_runs.md").read_text()
-    script = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.S) if "seq" in block)
-    (tmp_path / "fp8stack").write_text(
-        f'#!/bin/sh\necho "$@" >> tries\n[ $(wc -l < tries) -ge 3 ] || exit '
-        f"{DataWorkerLost.exit_code}\n"
-    )
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    for name in ("fp8stack", "sleep"):
-        (tmp_path / name).chmod(0o755)
-    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert (
-        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=path, check=False).returncode == 0
-    )
-    tries = (tmp_path / "tries").read_text().splitlines()
-    assert len(tries) == 3
-    assert all(line.startswith("pretrain --resume auto --out runs/long") for line in tries)

@@ -8,26 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
-import torch
 from torch import Tensor
 
 import fp8stack
-from fp8stack.analysis.compare import runs as comparison_runs
 from fp8stack.common.errors import UserError
-from fp8stack.data import load_corpora, texts, tokenizer
-from fp8stack.data.tokenizer import tokenizer_from_json
+from fp8stack.data import load_corpora, texts
 from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import parse_config
-from fp8stack.training import dataloader
-from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.load import tokenizer_of_run
-from tests.analysis.compare.test_comparison import InProcess, stand_in
 from tests.conftest import TINY, exit_code, losses
-from tests.support.small_loop import SmallLoop
-from tests.support.small_tokenizers import trained
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
 VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
@@ -80,36 +69,6 @@ def vocabulary_of(run: Path) -> int:
     return load_config(config.model, config.model_overrides).vocabulary
 
 
-def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path, monkeypatch):
-    """And a run that was resumed keeps its own."""
-    assert command("pretrain", "--data", tokens, "--out", "run", *TINY) == 0
-    assert vocabulary_of(tmp_path / "run") == 300
-    cut = cut_short(tmp_path / "run")
-    assert command("pretrain", "--resume", "cut") == 0
-    assert losses(cut) == losses(tmp_path / "run")
-    more = ["--set", "model_overrides.vocabulary=512"]
-    assert command("pretrain", "--data", tokens, "--out", "more", *SHORT, *more) == 0
-    assert vocabulary_of(tmp_path / "more") == 512
-    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    flags = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
-    assert command("pretrain", *flags, *SHORT) == 0
-    assert vocabulary_of(tmp_path / "bin") == 300
-    monkeypatch.setattr(comparison_runs, "subprocess", stand_in(InProcess))
-    flags = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
-    small = ["--steps", "2", "--batch", "4", "--context", "32"]
-    assert command("compare", *flags, *small, "--set", "model_overrides.layers=1") == 0
-    assert {vocabulary_of(run) for run in (tmp_path / "compared/runs").iterdir()} == {300}
-
-
-def test_the_same_command_goes_on_with_the_vocabulary_of_its_tokens(command, tokens, tmp_path):
-    """Its other keys of the model do not take the place of that one."""
-    words = ["pretrain", *TINY, "--recipe", "fp32", "--data", str(tokens), "--out", "run"]
-    words += ["--set", "model.layers=1"]
-    assert command(*words, "--steps", "4", "--set", "save_every=2") == 0
-    assert command(*words, "--steps", "5", "--resume", "auto") == 0
-    assert vocabulary_of(tmp_path / "run") == 300
-
-
 def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
     characters = "\n abcdeé"
     ids = {character: number for number, character in enumerate(characters)}
@@ -126,23 +85,6 @@ def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, t
     assert set(capsys.readouterr().out.rstrip("\n")) <= set(characters)
 
 
-def test_a_folder_of_tokens_is_no_place_for_a_run(refused, tokens, tmp_path):
-    before = (tmp_path / "tokens/tokenizer.json").read_text()
-    refused("pretrain", "--out", tokens, *TINY, message="tokenizer.json is in the way")
-    assert (tmp_path / "tokens/tokenizer.json").read_text() == before
-
-
-def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
-    command, tokens, tmp_path
-):
-    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    flags = ["--data", "train.bin", "--out", "run", "--document-mask", *SHORT, *VOCABULARY]
-    assert command("pretrain", *flags) == 2
-    assert command("pretrain", *flags, "--tokenizer", "tokens") == 0
-    saved_json = (tmp_path / "run/tokenizer.json").read_text()
-    assert saved_json == (tmp_path / "tokens/tokenizer.json").read_text()
-
-
 def cut_short(run: Path) -> Path:
     """A copy of a run, resumed from step 8."""
     copy = Path(shutil.copytree(run, run.with_name("cut")))
@@ -150,12 +92,12 @@ def cut_short(run: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("more", [[], ["--phases", "default", "--recipe", "delayed"]])
 @pytest.mark.full
 def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
-    command, tokens, tmp_path, monkeypatch, more
+    command, tokens, tmp_path, monkeypatch
 ):
-    flags = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
+    flags = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY]
+    flags += ["--phases", "default", "--recipe", "delayed"]
     assert command("pretrain", *flags, "--out", "plain") == 0
     passes: list[Tensor] = []
     forward = fp8stack.GPT.forward
@@ -177,16 +119,6 @@ def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
     assert losses(cut) == losses(tmp_path / "whole")
 
 
-def test_rank_shares_of_windows_with_documents_are_rows():
-    windows = torch.arange(4 * 2 * 5).view(4, 2, 5)
-    inputs, targets, documents = dataloader.inputs_of(windows)
-    assert inputs.tolist() == windows[:, 0, :4].tolist()
-    assert targets.tolist() == windows[:, 0, 1:].tolist()
-    assert documents.tolist() == windows[:, 1, :4].tolist()
-    shares = [part_of(windows, rank, 2, 2) for rank in (0, 1)]
-    assert [share[:, 0, 0].tolist() for share in shares] == [[0, 20], [10, 30]]
-
-
 def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, capsys):
     for name, text in (("a.txt", "abc " * 900), ("b.txt", "xyz " * 700)):
         (tmp_path / name).write_text(text)
@@ -202,38 +134,6 @@ def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, ca
     again = ["pretrain", "--resume", "cut"]
     refused(*again, "--data", "0.7:a.txt,0.3:b.txt", message="the data are not those")
     refused(*again, "--set", "data_order=random", message="data_order")
-
-
-def test_a_step_that_goes_bad_is_looked_into_with_its_documents(tokens, tmp_path):
-    small = SmallLoop(
-        tmp_path / "run", "delayed", data=str(tmp_path / tokens), document_mask=True, steps=10,
-        model_overrides={"vocabulary": 300},
-    )  # fmt: skip
-    small.spoil("", {5, 6, 7})
-    assert small.go() == 0
-    assert small.guard_events()[:3] == [(5, "skip"), (6, "skip"), (7, "skip")]
-
-
-def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(command, tmp_path):
-    none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
-    assert command("pretrain", *none, "--out", "whole", *TINY, "--no-guard") == 0
-    cut = cut_short(tmp_path / "whole")
-    assert command("pretrain", "--resume", "cut", "--guard") == 0
-    assert losses(cut) == losses(tmp_path / "whole")
-    assert len(losses(cut)) == 12
-
-
-def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command, tmp_path):
-    words = {word: number for number, word in enumerate([*WORDS, "[UNK]", "<|endoftext|>"])}
-    word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    word_tokenizer.add_special_tokens(["<|endoftext|>"])
-    word_tokenizer.save(str(tmp_path / "words.json"))
-    (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
-    flags = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens"]
-    assert command("prepare", *flags) == 0
-    assert command("pretrain", "--data", "tokens", "--out", "run", *SHORT) == 0
-    assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
 
 
 def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(command, tokens, tmp_path):
@@ -259,14 +159,8 @@ def another(file: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-def other_spacing(file: Path) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()), indent=4))
-
-
 REPLACED: dict[str, Callable[[Path], object]] = {
     "another vocabulary": another,
-    "bytes": lambda file: file.write_text(fp8stack.load_tokenizer("bytes").to_json()),
-    "other spacing": other_spacing,
     "nothing": Path.unlink,
     "no tokenizer": lambda file: file.write_text("{}"),
 }
@@ -282,16 +176,13 @@ USES = {
 
 @pytest.fixture(scope="module")
 def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs in 300 tokens: on `.bin` and a named tokenizer, on prepared data, and on
-    text, all with a `tokenizer.json`."""
+    """A folder with runs in 300 tokens: on `.bin` and a named tokenizer, and on prepared data."""
     home = tmp_path_factory.mktemp("runs")
     shutil.copytree(prepared, home / "tokens")
     (home / "train.bin").write_bytes((home / "tokens/train-00000.bin").read_bytes())
-    (home / "text.txt").write_text(TEXT)
     named = ["--tokenizer", str(home / "tokens")]
-    for name, data in (("bin", ["train.bin", *named]), ("prepared", ["tokens"]),
-                       ("text", ["text.txt", *named])):  # fmt: skip
-        flags = ["--data", str(home / data[0]), *data[1:], "--out", str(home / name)]
+    for name, data, more in (("bin", "train.bin", named), ("prepared", "tokens", [])):
+        flags = ["--data", str(home / data), *more, "--out", str(home / name)]
         assert exit_code("pretrain", *flags, *TINY, "--recipe", "fp32", *VOCABULARY) == 0
         (home / name / "checkpoints/step-000012/checkpoint.json").unlink()
     return home
@@ -300,16 +191,13 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "use", "replaced"),
     [
-        *(("bin", use, replaced) for use in USES for replaced in REPLACED),
-        *(
-            (name, use, replaced)
-            for name in ("prepared", "text")
-            for use in ("resume", "begin")
-            for replaced in ("another vocabulary", "nothing")
-        ),
+        *(("bin", use, "another vocabulary") for use in USES),
+        *(("bin", "resume", replaced) for replaced in ("nothing", "no tokenizer")),
+        *(("prepared", "resume", replaced) for replaced in ("another vocabulary", "nothing")),
+        ("bin", "begin", "nothing"),
     ],
 )
-def test_a_run_whose_tokenizer_was_replaced_says_so(
+def test_a_run_whose_tokenizer_was_replaced_says_so_and_goes_on_with_it_by_name(
     name, use, replaced, runs, command, tmp_path, capsys
 ):
     shutil.copytree(runs / name, tmp_path / "cut")
@@ -327,28 +215,11 @@ def test_a_run_whose_tokenizer_was_replaced_says_so(
     assert code == 2, printed
     assert printed.err.count("\n") == 1 + printed.err.count("passed over"), printed
     assert "tokenizer.json" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [*(("bin", use) for use in USES if use != "begin"), ("prepared", "resume"), ("text", "resume")],
-)
-def test_a_run_with_another_file_goes_on_with_its_tokenizer_by_name(
-    name, use, runs, command, tmp_path
-):
-    shutil.copytree(runs / name, tmp_path / "cut")
-    (tmp_path / "text.txt").write_text(TEXT)
-    file = tmp_path / "cut/tokenizer.json"
-    before = file.read_text()
-    another(file)
-    flags = [*USES[use], "--tokenizer", str(runs / "tokens")]
-    assert command(*flags) == 0
-    if use == "resume":
-        assert file.read_text() == before
-    other_file = tmp_path / "other.json"
-    other_file.write_text(before)
-    another(other_file)
-    assert command(*USES[use], "--tokenizer", str(other_file)) == 2
+    if replaced == "another vocabulary" and use != "begin":
+        (tmp_path / "other.json").write_bytes(file.read_bytes())
+        assert command(*USES[use], "--tokenizer", "other.json") == 2
+        assert command(*USES[use], "--tokenizer", str(runs / "tokens")) == 0
+        assert use != "resume" or file.read_text() == before
 
 
 TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
@@ -381,44 +252,9 @@ def test_text_is_no_bytes_to_a_model_with_many_tokens(command, refused, tmp_path
     assert command(*many, "--tokenizer", "bytes") == 0
 
 
-def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_path):
-    shape = "vocabulary = 5000\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
-    model_tokenizer = tmp_path / tokens / "tokenizer.json"
-    (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{model_tokenizer}'\n")
-    (tmp_path / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).write_text(TEXT)
-    flags = ["--data", "texts", "--steps", "2", "--batch", "2", "--recipe", "fp32"]
-    masked = ["--document-mask", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
-    assert command("pretrain", "--model", "mine.toml", *flags, *masked, "--out", "r") == 0
-    assert (tmp_path / "r/tokenizer.json").read_text() == model_tokenizer.read_text()
-    model_tokenizer.unlink()
-    assert command("pretrain", "--resume", "r", "--steps", "3") == 0
-
-
-@pytest.mark.parametrize("data", ["text", "bin"])
-def test_a_new_run_loads_the_tokenizer_that_it_names_once(data, tokens, tmp_path, monkeypatch):
-    (tmp_path / "t.txt").write_text(TEXT)
-    train = next(tmp_path.glob("tokens/**/*.bin"))
-    shutil.copy(train, tmp_path / "train.bin")
-    loads: list[str] = []
-
-    def load(name: str, end_of_text: str | None) -> tokenizer.Tokenizer:
-        loads.append(name)
-        return load_uncounted(name, end_of_text)
-
-    load_uncounted = tokenizer._load
-    monkeypatch.setattr(tokenizer, "_load", load)
-    file = str(tmp_path / "tokens")
-    path = tmp_path / {"text": "t.txt", "bin": "train.bin"}[data]
-    run = SmallLoop(tmp_path / "r", "fp32", data=str(path), tokenizer=file).run
-    assert run.model.config.vocabulary == 300
-    assert loads == [file]
-
-
-def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):
+def test_more_text_than_a_start_can_read_is_to_be_prepared(prepared, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
-    bpe = tokenizer_from_json(trained().to_str())
+    bpe = fp8stack.load_tokenizer(str(prepared))
     monkeypatch.setattr(texts, "MOST_BYTES", len(TEXT) - 1)
     with pytest.raises(UserError, match="fp8stack prepare"):
         load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)

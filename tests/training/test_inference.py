@@ -13,11 +13,8 @@ import fp8stack
 from fp8stack import GPT, build_backend, fp8_state, load_config
 from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware
-from fp8stack.training.evaluate import eval_mode
 from tests.support.cases import case
 from tests.support.small_loop import SmallLoop, changed
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = {"layers": 1, "width": 128, "heads": 2, "mlp_width": 128, "context": 64}
 WAYS = [
@@ -85,14 +82,6 @@ def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend):
             torch.equal(loss, expected_loss)
             for loss, expected_loss in zip(losses, expected, strict=True)
         )
-
-
-def test_the_runs_own_evaluation_has_no_graph():
-    model = gpt("delayed", "emulate")
-    with eval_mode(model):
-        assert not model(torch.zeros(1, 8, dtype=torch.int64)).requires_grad
-        assert not model.training
-    assert model.training
 
 
 @pytest.mark.capability("D8")

@@ -12,13 +12,10 @@ from fp8stack.planning.run_config import parse_config
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.checkpoint.validation import newest_sound
-from fp8stack.training.dataloader import batches
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, losses
 from tests.support.small_loop import changed
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPE = [f"model_overrides.{key}" for key in ("layers=1", "width=32", "heads=2")]
 FREE = [word for word in TINY[10:] if word not in ("--set", *SHAPE)]
@@ -72,34 +69,6 @@ def test_weights_of_a_padded_vocabulary_are_padded_anew(command, begun, tmp_path
     assert changed(weights(run), saved) == []
 
 
-def test_batches_and_their_order_are_those_of_the_seed(source, begun):
-    plain = begun("a", None, *SHAPE)
-    forked, other_seed = begun("b", source), begun("c", source, seed=1)
-    first, second, third = (
-        [tokens for _, tokens in batches(run)] for run in (plain, forked, other_seed)
-    )
-    assert len(first) == 6
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
-
-
-def test_without_a_model_it_is_the_checkpoints_model(source, begun):
-    """Dropout may be another: weights do not depend on it."""
-    run = begun("new", source, "model_overrides.dropout=0.1")
-    shape = run.model.config
-    assert (shape.layers, shape.width, shape.dropout) == (1, 32, 0.1)
-    assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
-    saved = parse_config(str(run.folder.config), {})
-    assert (saved.model, saved.model_overrides["width"]) == ("gpt-nano", 32)
-
-
-def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, command):
-    assert command("pretrain", "--out", "a", *TINY, "--init-from", "source") == 0
-    assert command("pretrain", "--resume", "source", "--steps", "14") == 0
-    assert command("pretrain", "--config", "a/run.toml", "--out", "b") == 0
-    assert losses(Path("a")) == losses(Path("b"))
-
-
 @pytest.mark.parametrize(
     ("sets", "difference"),
     [
@@ -123,12 +92,9 @@ def _damage(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "expected"),
     [
-        ("nowhere", 2, "No run and no checkpoint at"),
-        (".", 2, "No run and no checkpoint at"),
         ("source/run.toml", 2, "No run and no checkpoint at"),
         ("x" * 5000, 2, "xxx"),
         ("source/checkpoints/step-000012", 3, "model.safetensors is damaged"),
-        ("source", 3, "model.safetensors is damaged"),
         ("source/checkpoints/step-000008", 3, "checkpoint.json cannot be read: No such file"),
     ],
 )
@@ -139,12 +105,6 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(name, code, expecte
     words = ["pretrain", "--init-from", name, "--out", "new", *TINY]
     refused(*words, code=code, message=expected)
     assert not Path("new").exists()
-
-
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source, begun):
-    _damage(source / "checkpoints" / "step-000012")
-    run = begun("new", source)
-    assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000008")
 
 
 def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
@@ -166,15 +126,3 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
     assert losses(tmp_path / "cut") == uninterrupted
     config = parse_config(str(tmp_path / "cut/run.toml"), {})
     assert config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
-
-
-def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
-    source, command, tmp_path, capsys
-):
-    assert command("pretrain", "--out", "new", *TINY, "--init-from", "source") == 0
-    note = next(line for line in capsys.readouterr().out.splitlines() if "weights of" in line)
-    uninterrupted = losses(tmp_path / "new")
-    shutil.rmtree("new/checkpoints")
-    assert command("pretrain", "--resume", "new") == 0
-    assert note in capsys.readouterr().out.splitlines()
-    assert losses(tmp_path / "new") == uninterrupted

@@ -8,15 +8,11 @@ import sys
 import pytest
 import torch
 from rich.console import Console
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor import config as inductor
 
 from fp8stack.common.errors import UserError
-from fp8stack.layers import build_backend, fp8_state
 from fp8stack.layers.compiler import require_compiler
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import GPT
-from fp8stack.model.sampling import Sampling, generate
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, resolve, toolchain
 from fp8stack.training.evaluate import validation_loss
@@ -25,23 +21,13 @@ from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describ
 from fp8stack.training.metrics.loss_plot import loss_plot
 from fp8stack.training.metrics.read import Metrics
 from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
-from fp8stack.training.optim.optimizer import build_optimizer, learning_rate
+from fp8stack.training.optim.optimizer import learning_rate
 from fp8stack.training.signals import STOPPING, StopRequests
 from tests.conftest import metrics
 from tests.support.small_loop import SmallLoop
 
 CPU = Hardware("cpu")
-SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
-
-
-def sample(
-    model: GPT, prompt: list[int], count: int, *, temperature: float, seed: int
-) -> list[int]:
-    return list(generate(model, prompt, count, Sampling(temperature=temperature), seed=seed))
-
-
-def _model(recipe: str) -> GPT:
-    return GPT(SMALL, build_backend(plan_for(SMALL, recipe, CPU)))
+SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2)
 
 
 @pytest.mark.parametrize(
@@ -61,76 +47,14 @@ def test_the_learning_rate_is_the_schedule_computed_by_hand(keys, expected):
     assert {step: learning_rate(step, config) for step in expected} == pytest.approx(expected)
 
 
-def test_matrices_decay_and_vectors_do_not():
-    model = _model("fp32")
-    decaying, resting = build_optimizer(model, RunConfig(weight_decay=0.3)).param_groups
-    assert (decaying["weight_decay"], resting["weight_decay"]) == (0.3, 0.0)
-    assert {p.ndim for p in decaying["params"]} == {2}
-    assert {p.ndim for p in resting["params"]} == {1}
-    assert len(decaying["params"]) + len(resting["params"]) == len(list(model.parameters()))
-
-
-def test_adamw_is_torchs_own_update_by_hand():
-    weight = torch.nn.Parameter(torch.tensor([[2.0]]))
-    module = torch.nn.Module()
-    module.weight = weight
-    config = RunConfig(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.99, adam_eps=1e-12)
-    optimizer = build_optimizer(module, config)
-    weight.grad = torch.tensor([[4.0]])
-    optimizer.step()
-    # the first Adam step is lr * sign(gradient); the decay multiplies by 1 - lr * decay before
-    assert weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) - 0.1)
-
-
-@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
-def test_evaluating_and_sampling_leave_no_trace(recipe):
-    model = _model(recipe)
-    tokens = torch.randint(61, (4, 17))
-    for _ in range(2):
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-    before = {name: value.clone() for name, value in fp8_state(model).items()}
-    random = torch.get_rng_state()
-    first = validation_loss(model, tokens, 3, torch.device("cpu"))
-    written = sample(model, [1, 2], 20, temperature=1.0, seed=5)
-    assert validation_loss(model, tokens, 3, torch.device("cpu")) == first
-    assert sample(model, [1, 2], 20, temperature=1.0, seed=5) == written
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), random)
-    after = fp8_state(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
 def test_the_validation_loss_is_the_mean_over_all_tokens_whatever_the_batch():
-    model = _model("fp32").eval()
+    model = GPT(SMALL).eval()
     windows = torch.randint(61, (7, 17))
     with torch.no_grad():
         expected = model(windows[:, :-1], windows[:, 1:]).item()
     for batch in (1, 3, 7):
         got = validation_loss(model, windows, batch, torch.device("cpu"))
         assert got == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context():
-    model = _model("fp32").eval()
-    cold = sample(model, [3], 40, temperature=1e-6, seed=0)
-    assert cold == sample(model, [3], 40, temperature=1e-6, seed=1)
-    with torch.no_grad():
-        assert cold[0] == model(torch.tensor([[3]]))[0, -1].argmax().item()
-    assert len(cold) == 40
-    assert max(cold) < 61
-
-
-def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same(monkeypatch):
-    model = _model("fp32")
-    expected = sample(model, [1, 2], 8, temperature=1.0, seed=5)
-    compiler = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model.forward, backend=compiler, dynamic=False)
-    monkeypatch.setattr(model, "forward", compiled)
-    assert sample(model, [1, 2], 8, temperature=1.0, seed=5) == expected
-    assert not compiler.graphs
-    tokens = torch.randint(61, (4, 17))
-    validation_loss(model, tokens, 4, torch.device("cpu"))
-    assert len(compiler.graphs) == 1  # the sample did not turn compilation off
 
 
 @pytest.mark.parametrize(
@@ -154,31 +78,19 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
+    from torch._inductor import config as inductor
+
     with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
         require_compiler(plan)
-
-
-def test_with_what_compiling_needs_there_is_no_error(monkeypatch, tmp_path):
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with inductor.patch("cpp.cxx", (sys.executable,)):
-        require_compiler(resolve("fp32", CPU))
-    monkeypatch.setattr(toolchain, "find_spec", lambda name: object())
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
-    require_compiler(resolve("bf16", Hardware("cuda", (9, 0))))
 
 
 @pytest.mark.parametrize(
     ("name", "recipe", "tflops"),
     [
         ("NVIDIA H200", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
         ("NVIDIA H900", "bf16", None),
-        ("NVIDIA H200", "fp32", 67),
         ("NVIDIA H200", "tf32", 494),
         ("NVIDIA H200", "delayed", 1979),
-        ("NVIDIA GeForce RTX 3090", "bf16", 71),
-        ("NVIDIA B200", "mxfp8", 4500),
         ("NVIDIA B200", "nvfp4", 9000),
         ("NVIDIA H200", "nvfp4", 989),
     ],
@@ -191,7 +103,7 @@ def test_mfu_divides_by_the_data_sheets_peak_or_by_none(name, recipe, tflops):
 
 
 def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch):
-    rates = {("fp32", False): 0.2, ("bf16", False): 0.5, ("fp16", False): 0.1, ("fp32", True): 0.4}
+    rates = {("fp32", False): 0.2, ("bf16", False): 0.5, ("fp32", True): 0.4}
 
     def measured(dtype: str, by_bf16: bool, threads: int) -> float:
         return rates[dtype, by_bf16]
@@ -201,23 +113,14 @@ def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch):
     by_bf16 = "400 GFLOP/s measured fp32 matmul by bf16 instructions"
     for recipe, width, cpu_bf16, name in (
         ("fp32", 64, False, "200 GFLOP/s measured fp32 matmul"),
-        ("tf32", 64, False, "200 GFLOP/s measured fp32 matmul"),
         ("bf16", 64, False, "500 GFLOP/s measured bf16 matmul"),
-        ("fp16", 64, False, "100 GFLOP/s measured fp16 matmul"),
         ("delayed", 64, False, "200 GFLOP/s measured fp32 matmul"),
         ("delayed", 64, True, by_bf16),
-        ("rowwise", 256, True, by_bf16),
         ("delayed", 256, True, "500 GFLOP/s measured bf16 matmul"),
     ):
         machine = Hardware("cpu", cpu_bf16=cpu_bf16)
         plan = resolve(recipe, machine).for_layers({"up": (width, width)})
         assert peak_rate(machine, plan).name == name
-
-
-def test_the_rate_of_each_kind_of_matmul_is_measured(monkeypatch):
-    monkeypatch.setattr(throughput, "BURSTS_S", 0.01)
-    for kind in (("fp32", False), ("fp32", True), ("bf16", False)):
-        assert 1e-4 < throughput.measured_cpu_tflops(*kind, -1) < 100
 
 
 def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts(monkeypatch):
@@ -238,21 +141,8 @@ def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts(monkeypatc
     assert throughput.BURSTS_S <= now < throughput.BURSTS_S + 0.06
 
 
-def test_a_fast_cpus_peak_is_measured_of_larger_products():
-    now = 0.0
-
-    def burst(size: int) -> float:
-        nonlocal now
-        seconds = 2 * size**3 / (1e13 if size >= 2048 else 3e12)
-        now += seconds
-        return seconds
-
-    assert best_tflops(burst, lambda: now) == pytest.approx(10.0)
-
-
 def test_a_step_that_is_faster_than_the_measured_peak_raises_it():
     measured = Peak(tflops=0.1, name="100 GFLOP/s measured fp32 matmul", measured=True)
-    assert measured.at_least(0.09) is measured
     assert measured.at_least(0.1) is measured
     raised = measured.at_least(0.119)
     assert (raised.mfu(0.119), raised.name) == (1.0, "119 GFLOP/s of the fastest step")
@@ -261,14 +151,6 @@ def test_a_step_that_is_faster_than_the_measured_peak_raises_it():
     sheet = Peak(tflops=989.0, name="989 TFLOP/s half")
     assert sheet.at_least(1000.0) is sheet
     assert Peak(tflops=None, name="none").at_least(1.0).mfu(1.0) is None
-
-
-def test_no_row_of_a_run_has_an_mfu_above_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda *_: 1e-9)
-    assert SmallLoop(tmp_path / "r", "fp32", steps=4).go() == 0
-    shares = [row["mfu"] for row in metrics(tmp_path / "r")]
-    assert len(shares) == 4
-    assert (shares[0], max(shares)) == (1.0, 1.0)
 
 
 ROW = {
@@ -293,12 +175,11 @@ def test_the_log_line_says_it_all():
 
 def test_plain_lines_are_complete_and_carry_the_time_left(capsys):
     display = console.open_display(10, 2, None)
-    assert isinstance(display, PlainDisplay)
-    line = describe(ROW, 10, PEAK)
-    display.step(ROW, PEAK, None)
-    display.step(ROW, PEAK, 61.0)
+    for seconds_left in (None, 61.0):
+        display.step(ROW, PEAK, seconds_left)
     display.note("[a note]")
     display.close()
+    line = describe(ROW, 10, PEAK)
     printed = capsys.readouterr().out.splitlines()
     assert printed == [f"{line} | ETA n/a", f"{line} | ETA 0:01:01", "[a note]"]
 
@@ -364,23 +245,6 @@ def test_the_plot_is_a_picture_even_of_little():
     rows[-1]["val_loss"] = 0.2
     for metrics_rows in (rows, rows[:1], [{"step": 1, "loss": None}], []):
         assert loss_plot(Metrics(rows=metrics_rows), "a$_{$, title").startswith(b"\x89PNG")
-
-
-def test_the_last_evaluation_has_its_own_number_of_windows(tmp_path):
-    loops = {
-        "few": SmallLoop(tmp_path / "few", "fp32", steps=3),
-        "many": SmallLoop(tmp_path / "many", "fp32", steps=3, eval_windows=9),
-        "both": SmallLoop(tmp_path / "both", "fp32", steps=3, final_eval_windows=9),
-    }
-    for step in (2, 3):
-        losses = {}
-        for name, small in loops.items():
-            small.run.state.step = step
-            losses[name] = small.loop.evaluate()
-            if step == 3:
-                small.run.folder.release()
-        assert losses["few"] != losses["many"]
-        assert losses["both"] == losses["few" if step == 2 else "many"]
 
 
 def test_a_step_that_was_taken_again_is_evaluated_though_it_was_before_the_roll_back(tmp_path):

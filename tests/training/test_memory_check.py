@@ -22,7 +22,6 @@ from fp8stack.training.memory_check import (
 from fp8stack.training.metrics import allocations
 from fp8stack.training.run_plans import plan_run
 from fp8stack.training.setup import build
-from tests.conftest import TINY
 from tests.faults.processes import in_ranks
 from tests.support.small_loop import SmallLoop
 
@@ -47,7 +46,7 @@ def check(of: Footprint, plans: list, hardware: Hardware, free: int | None, **ke
 
 
 @pytest.mark.capability("D1")
-@pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
+@pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 4)])
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
     free = 20 * 2**30
@@ -63,21 +62,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     assert footprint(hardware, ranks, batch=batch + ranks)[2] > free
 
 
-@pytest.mark.parametrize("free_gib", [3.0, 3.6, 4.2, 6.0])
-def test_gradients_that_stay_between_micro_batches_are_part_of_the_advice(free_gib):
-    of, plans, _ = footprint(batch=64, accumulate=2)
-    free = round(free_gib * 2**30)
-    with pytest.raises(UserError, match="enough for") as caught:
-        check(of, plans, CPU, free)
-    ways = re.findall(r"--batch (\d+) --accumulate (\d+)", str(caught.value))
-    assert ways
-    for batch, accumulate in ways:
-        assert footprint(batch=int(batch), accumulate=int(accumulate))[2] <= free
-
-
-@pytest.mark.parametrize(
-    "model", ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-1b", "olmoe-7b"]
-)
+@pytest.mark.parametrize("model", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "olmoe-7b"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_the_micro_batches_of_presets_fit_into_80_gb(model, recipe):
     ranks, parallel = (8, "fsdp") if model == "olmoe-7b" else (1, "ddp")
@@ -88,16 +73,6 @@ def test_the_micro_batches_of_presets_fit_into_80_gb(model, recipe):
     assert of.peak(planned.trained, "none", sequences) <= 80e9
 
 
-def test_a_close_call_is_let_through_and_so_is_whoever_insists():
-    of, plans, peak = footprint(batch=8)
-    check(of, plans, CPU, round(peak * 0.91))
-    check(of, plans, CPU, None)
-    with pytest.raises(UserError, match="check_memory=false"):
-        check(of, plans, CPU, round(peak * 0.89))
-    check(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
-    check(of, plans, CPU, round(peak * 0.6), compiled=True)
-
-
 def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
     of, plans, peak = footprint(batch=4, ranks=4)
     with pytest.raises(UserError, match=r"weights, gradients and optimizer of 124,439,808 param"):
@@ -106,13 +81,6 @@ def test_where_no_batch_fits_the_weights_are_named(monkeypatch):
     check(of, plans, CPU, 2 * peak)
     with pytest.raises(UserError, match="left for each rank"):
         check(of, plans, CPU, peak)
-
-
-def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
-    monkeypatch.setattr(system_memory, "available_memory", lambda device: 7 * 2**18)
-    flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
-    refused(*flags, message="enough for 2. Give --batch 4 --accumulate 2, or --batch 2.")
-    assert command(*flags, "--set", "check_memory=false") == 0
 
 
 MEMORY = "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 5 kB\n"
@@ -145,7 +113,6 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     ("device", "cuda", "begun", "environment", "done"),
     [
         ("auto", "13.0", False, {}, True),
-        ("cuda", "13.0", False, {}, True),
         ("cpu", "13.0", False, {}, False),
         ("auto", None, False, {}, False),
         ("auto", "13.0", True, {}, False),
@@ -191,6 +158,7 @@ def faults_before_and_after(rank: int) -> tuple[int, int]:
 @pytest.mark.capability("D9")
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
 @pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="set outside")
+@pytest.mark.full
 def test_freed_memory_is_kept_and_not_faulted_in_again():
     ((before, after),) = in_ranks(faults_before_and_after, 1)
     assert before >= 10 * 48  # 96 MiB each time, in pages of 2 MiB at most
@@ -205,3 +173,13 @@ def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):
     assert called == [True]
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not keep_freed_memory()  # the environment sets the allocator
+
+
+def test_a_close_call_is_let_through_and_so_is_whoever_insists():
+    of, plans, peak = footprint(batch=8)
+    check(of, plans, CPU, round(peak * 0.91))
+    check(of, plans, CPU, None)
+    with pytest.raises(UserError, match="check_memory=false"):
+        check(of, plans, CPU, round(peak * 0.89))
+    check(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
+    check(of, plans, CPU, round(peak * 0.6), compiled=True)

@@ -33,7 +33,7 @@ def test_every_recipe_has_a_pinned_run():
     assert {file.name for file in PINNED.glob("*.xz")} == {f"{name}.tar.xz" for name in RUNS}
 
 
-def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(pinned, command, one_thread):
+def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(pinned, command):
     before, plan = metrics(pinned), _plan(pinned)
     resumed = command(
         "pretrain", "--resume", str(pinned), "--data", str(TEXT), "--steps", str(MORE)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import os
 import shutil
 import sys
@@ -13,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._inductor.config
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8stack
 from fp8stack import cli
@@ -22,10 +19,9 @@ from fp8stack.model.gpt import GPT
 from tests.conftest import TINY, exit_code, losses, metrics
 from tests.faults.bounded import bounded
 from tests.faults.processes import checkpoint_difference, difference
-from tests.support.small_loop import SmallLoop
 from tests.training.conftest import saved
 
-RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
+RECIPES = ["fp32", "fp16", "delayed", "mxfp8"]
 Whole = Callable[[str], tuple[Path, str]]
 
 
@@ -94,32 +90,6 @@ def test_the_saved_configuration_reproduces_the_run_and_another_seed_another(
     assert losses(tmp_path / "b") != losses(uninterrupted("delayed")[0])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
-    # Steps so large that the weights soon leave all bounds; each is larger than the one before.
-    flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]
-    words = ["pretrain", "--recipe", "fp32", "--out", "r", *flags]
-    refused(*words, code=5, message="Lower --lr (now 1e+26)")
-    assert metrics(tmp_path / "r")[-1]["event"] == "stop"
-    assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()
-
-
-def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
-    refused, tmp_path, monkeypatch
-):
-    forward, trained = GPT.forward, []
-
-    def broken(self: GPT, *tokens: torch.Tensor) -> torch.Tensor:
-        trained.append(self.training)
-        return forward(self, *tokens) * (math.nan if sum(trained) > 4 else 1.0)
-
-    monkeypatch.setattr(GPT, "forward", broken)
-    flags = [*TINY, "--save-every", "1", "--no-guard", "--recipe", "fp32", "--out", "r"]
-    refused("pretrain", *flags, code=5, message="The step was not taken")
-    rows = metrics(tmp_path / "r")
-    assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
-    assert saved(tmp_path / "r")[0] == f"step-{rows[-1]['step'] - 1:06d}"
-
-
 def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     command, refused, tmp_path
 ):
@@ -136,14 +106,7 @@ def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     assert rows[-1]["precision"] == "bf16"
 
 
-def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(tmp_path):
-    small = SmallLoop(tmp_path / "r", "delayed", steps=7, log_every=5, eval_every=6)
-    small.advance(7)
-    rows = [(row["step"], row["fp8_gemms"]) for row in metrics(tmp_path / "r")]
-    assert rows == [(5, 12), (6, 12), (7, 12)]
-
-
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path, one_thread):
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path):
     def train_unread() -> None:
         reader, writer = os.pipe()
         os.close(reader)
@@ -169,6 +132,8 @@ def compiling() -> Iterator[None]:
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     uninterrupted, command, tmp_path, monkeypatch, capsys
 ):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     compiler = CompileCounterWithBackend("eager")
     with_inductor = GPT.compile_blocks  # which takes minutes
     monkeypatch.setattr(
@@ -191,14 +156,6 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     assert len(compiler.graphs) == 4
 
 
-def test_without_a_compiler_nothing_is_written(refused, tmp_path):
-    with torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",)):
-        refused(
-            "pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY, message="Install g++"
-        )
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
@@ -211,3 +168,12 @@ def test_a_compiled_run_resumes_to_the_losses_of_the_uninterrupted_one(recipe, c
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")
     assert command("pretrain", "--resume", "cut") == 0
     assert difference(tmp_path / "cut", uninterrupted) == ""
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
+    # Steps so large that the weights soon leave all bounds; each is larger than the one before.
+    flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]
+    words = ["pretrain", "--recipe", "fp32", "--out", "r", *flags]
+    refused(*words, code=5, message="Lower --lr (now 1e+26)")
+    assert metrics(tmp_path / "r")[-1]["event"] == "stop"
+    assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()

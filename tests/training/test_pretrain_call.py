@@ -19,8 +19,6 @@ SMALL: dict[str, Any] = {
     "model_overrides": {"layers": 1, "width": 32, "heads": 2},
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,17 +46,6 @@ def test_its_keys_overrule_a_run_file(tmp_path):
     config = fp8stack.RunConfig(out=str(run), steps=3)
     assert fp8stack.pretrain(config, resume="auto") == run
     assert [row[0] for row in losses(run)] == [1, 2, 3]
-
-
-def test_bad_input_is_raised_in_one_line(tmp_path):
-    with pytest.raises(UserError, match="stepz") as caught:
-        fp8stack.pretrain(stepz=3)
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.toml").write_text("")
-    with pytest.raises(UserError, match="holds a run already"):
-        fp8stack.pretrain(out=tmp_path / "run", **SMALL)
 
 
 def test_a_signal_saves_and_is_raised(called, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,40 +64,6 @@ def test_a_run_is_running_as_long_as_another_process_holds_its_lock(unfinished):
         assert not folder.is_running
 
 
-def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
-    folder = RunFolder(tmp_path / "r")
-    folder.claim()
-    (reader, writer), (heard, begun) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(begun, b"x")
-        os.read(reader, 1)
-        os._exit(0)
-    try:
-        os.read(heard, 1)
-        assert folder.is_running
-        folder.release()
-        assert not folder.is_running
-    finally:
-        os.write(writer, b"x")
-        os.waitpid(child, 0)
-        for end in (reader, writer, heard, begun):
-            os.close(end)
-
-
-def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
-    asks = "from fp8stack.common.io import is_held; from pathlib import Path\nprint(flush=True)\n"
-    asks += f"while True: is_held(Path({str(tmp_path / 'r' / '.lock')!r}))\n"
-    folder = RunFolder(tmp_path / "r")
-    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        for _ in range(200):
-            folder.claim()
-            folder.release()
-        process.kill()
-
-
 @pytest.mark.parametrize(
     ("held", "state", "ending"),
     [(True, "running", "still running"), (False, "unfinished", "killed")],
@@ -122,22 +87,10 @@ def test_list_show_and_report_say_that_a_run_is_running(
         assert ending in page
 
 
-def test_a_run_of_the_last_steps_is_running_until_its_process_ends(unfinished, command, capsys):
-    os.chdir(unfinished.parents[1])
-    text = (unfinished / "run.toml").read_text()
-    (unfinished / "run.toml").write_text(text.replace("steps = 200", "steps = 20"))
-    for held, state in ((True, "running"), (False, "done")):
-        with held_by_another_process(unfinished / ".lock") if held else os.scandir():
-            assert command("list", "runs", "--json") == 0
-            assert json.loads(capsys.readouterr().out)[0]["state"] == state
-
-
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--out", "runs/gpt-nano-fp32"],
         ["--out", "runs/gpt-nano-fp32", "--resume", "auto"],
-        ["--resume", "runs/gpt-nano-fp32"],
         ["--resume", "runs/gpt-nano-fp32/checkpoints/step-000016"],
         ["--out", "runs/gpt-nano-fp32", "--overwrite"],
     ],
@@ -159,3 +112,24 @@ def test_a_new_run_takes_another_folder_than_one_that_another_process_has_claime
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert new_folder(config).path.name == "gpt-nano-fp32-2"
     assert refusal(RunFolder(live).require_free).startswith("Another process trains in")
+
+
+def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
+    folder = RunFolder(tmp_path / "r")
+    folder.claim()
+    (reader, writer), (heard, begun) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(begun, b"x")
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        os.read(heard, 1)
+        assert folder.is_running
+        folder.release()
+        assert not folder.is_running
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        for end in (reader, writer, heard, begun):
+            os.close(end)

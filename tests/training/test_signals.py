@@ -15,8 +15,6 @@ from fp8stack.training.signals import Preempted, stop_requests
 from tests.conftest import losses
 from tests.training.conftest import AUTO, saved
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def _terminal() -> Iterator[None]:
@@ -125,16 +123,6 @@ def test_requests_are_heard_where_the_terminal_is_gone_and_not_by_children(monke
             hangup.setattr(os, "write", write)
             signal.raise_signal(signal.SIGHUP)
         assert requested()
-
-
-def test_a_run_started_by_nohup_outlives_its_terminal():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_requests() as requested:
-            signal.raise_signal(signal.SIGHUP)
-            assert not requested()
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_request_that_came_before_counts_where_a_stop_is_at_once():

@@ -56,9 +56,8 @@ def test_a_run_keeps_the_threads_that_were_asked_for_and_repeats_its_losses_when
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"pretrain --threads {count}" for count in ("0", "-1", "two")),
-        *("pretrain --threads 5", "compare --threads 5", "generate run --threads 5"),
-        *("eval run --threads 5", "bench step --threads 5"),
+        *("pretrain --threads 0", "pretrain --threads two", "pretrain --threads 5"),
+        *("compare --threads 5", "eval run --threads 5", "bench step --threads 5"),
     ],
 )
 def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(words, refused):

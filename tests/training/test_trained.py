@@ -15,16 +15,15 @@ from fp8stack.planning.run_config import RunConfig
 from fp8stack.trained.evaluate.windows import windows_for
 from fp8stack.trained.export.format_files import hf_files
 from fp8stack.trained.export.writing import replace_folder
-from tests.conftest import refusal
-from tests.support.hf_models import loaded, random_model, source_of
 
 SMALL = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 64, "context": 32}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def transformers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of transformers with a tokenizer of bytes, and `text.txt` next to it."""
+    from tests.support.hf_models import random_model, source_of
+
     monkeypatch.chdir(tmp_path)
     model = random_model(load_config("gpt-nano", SMALL))
     replace_folder(tmp_path / "theirs", hf_files(source_of(model), "bytes"))
@@ -33,6 +32,8 @@ def transformers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def _logits(folder: Path, tokens: Tensor) -> Tensor:
+    from tests.support.hf_models import loaded
+
     with torch.no_grad():
         logits: Tensor = loaded(folder)(tokens).logits
     return logits
@@ -50,28 +51,6 @@ def test_the_loss_of_a_folder_of_transformers_is_transformers_own(transformers_f
     assert scores[0].loss == pytest.approx(expected.item(), abs=1e-5)
     bits = expected.item() / torch.log(torch.tensor(2.0)).item()  # a byte is a token
     assert scores[0].bits_per_byte == pytest.approx(bits, abs=1e-4)
-
-
-def test_the_text_of_a_folder_of_transformers_is_transformers_own(transformers_folder):
-    written = list(b"some text")
-    text = fp8stack.generate("hf:theirs", "some text", tokens=20, temperature=0, recipe="fp32")
-    for _ in range(20):
-        token = int(_logits(transformers_folder, torch.tensor([written]))[0, -1].argmax())
-        if token == 255:  # ends the document
-            break
-        written.append(token)
-    assert text == bytes(written).decode(errors="replace")
-
-
-def test_a_folder_of_transformers_runs_in_fp8_but_not_with_scales_that_it_does_not_have(
-    transformers_folder,
-):
-    fp32, mxfp8 = fp8stack.evaluate("hf:theirs", "fp32", "mxfp8", data="text.txt", windows=2)
-    assert (fp32.fp8_gemms, mxfp8.fp8_gemms) == (0, 8)
-    assert mxfp8.difference != 0
-    assert str(mxfp8.checkpoint) == f"hf:{transformers_folder}"
-    message = refusal(fp8stack.generate, "hf:theirs", recipe="delayed")
-    assert "holds no scales for recipe 'delayed'. Use recipe 'current'." in message
 
 
 def test_a_folder_of_transformers_comes_without_text(transformers_folder, refused):

@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8stack.common.errors import UserError
-from fp8stack.data.tokenizer import load_tokenizer, save_tokenizer
 from fp8stack.training.checkpoint import reader, writer
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.validation import newest_sound
-from fp8stack.training.load import find_checkpoint, tokenizer_of_run
 from tests.conftest import refusal
 from tests.faults.inputs.input_corruptions import rewrite
 
@@ -55,12 +52,6 @@ def test_a_checkpoint_of_an_older_version_has_fewer_keys(tmp_path):
     assert reader.load(path).info == INFO | {"guard": None, "plans": []}
 
 
-def test_a_key_that_the_schema_does_not_check_comes_back(tmp_path):
-    info = INFO | {"plan": PLAN | {"native": True}}
-    path = writer.write(tmp_path, Checkpoint(step=3, info=info))
-    assert reader.load(path).info == info
-
-
 def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
     for step in (999_998, 1_000_000, 999_999):
         writer.retain(tmp_path, 2, 0, {writer.write(tmp_path, _checkpoint(step))})
@@ -73,7 +64,6 @@ def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
     [
         ("run/checkpoints/step-000010", "run"),
         ("checkpoints/step-1000000", "."),
-        ("checkpoints/run1", None),
         ("checkpoints/run1/step-000010", None),
         ("run/checkpoints", None),
     ],
@@ -82,25 +72,13 @@ def test_a_checkpoint_is_known_by_its_folder_and_its_name(path, run):
     assert reader.run_of(Path(path)) == (None if run is None else Path(run))
 
 
-def test_a_run_in_a_folder_called_checkpoints_is_no_checkpoint(tmp_path):
-    run, tokenizer = tmp_path / "checkpoints" / "run1", load_tokenizer("bytes")
-    save_tokenizer(tokenizer, run)
-    of_run = tokenizer_of_run(run, None, None)
-    assert of_run is not None
-    assert of_run.identity == tokenizer.identity
-    assert "No run and no checkpoint at" in refusal(find_checkpoint, run)
-
-
 # Damage to files, full disks and what a dead save leaves: tests/faults, rows R2, R4 and R5.
 @pytest.mark.parametrize(
     "changes",
     [
         {"files": {"model.safetensors": {"sha256": ""}}},
-        {"files": {"model.safetensors": "x"}},
         {"files": []},
-        {"step": None},
         {"step": "x"},
-        {"info": []},
         {"info": None},
         {"info": INFO | {"guard": GUARD | {"watch": []}}},
         {"info": INFO | {"plans": [PLAN | {"recipe": {}}]}},
@@ -117,11 +95,5 @@ def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(changes
 
     rewrite(path, change)
     assert "checkpoint.json" in refusal(reader.load, path)
-
-
-@pytest.mark.parametrize("text", ["[1]", "null"])
-def test_json_that_is_no_manifest_is_refused(text, tmp_path):
-    path = writer.write(tmp_path, _checkpoint(3))
-    (path / "checkpoint.json").write_text(text)
-    with pytest.raises(UserError, match=r"checkpoint\.json"):
-        reader.load(path)
+    (path / "checkpoint.json").write_text("[1]")
+    assert "is no checkpoint manifest" in refusal(reader.load, path)

@@ -19,7 +19,6 @@ from fp8stack.precision import Hardware, Recipe, load_recipe
 from fp8stack.training.distributed.parallelize import full_tensor, fully_shard_model
 from fp8stack.training.distributed.process_group import join
 from tests.faults.processes import in_ranks
-from tests.support.cases import case
 
 LAYERS, WIDTH, VOCABULARY = 2, 32, 64
 CONFIG = GPTConfig(
@@ -118,16 +117,20 @@ def element_bytes(recipe: str, backend: str) -> tuple[float, int]:
     return {"fp32": (4, 4), "bf16": (2, 2), "fp16": (2, 2)}.get(recipe, (4, 4))
 
 
-CASES = [
-    ("fp32", "reference"), ("bf16", "reference"), ("delayed", "torch"), ("current", "torch"),
-    ("rowwise", "torch"), ("delayed", "emulate"),
-]  # fmt: skip
-QUICK = {("bf16", "reference", None), ("delayed", "torch", None), ("delayed", "torch", "aot_eager")}
-GRID = [(*row, compiled) for row in CASES for compiled in (None, "aot_eager")]
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend", "compiled"), [case(*row, quick=row in QUICK) for row in GRID]
+    ("recipe", "backend", "compiled"),
+    [
+        ("delayed", "torch", None),
+        pytest.param("bf16", "reference", None, marks=FULL),
+        pytest.param("rowwise", "torch", None, marks=FULL),
+        pytest.param("delayed", "torch", "aot_eager", marks=FULL),
+        pytest.param("delayed", "emulate", None, marks=SLOW),
+        pytest.param("fp32", "reference", "aot_eager", marks=SLOW),
+        pytest.param("current", "torch", "aot_eager", marks=SLOW),
+    ],
 )
 def test_a_sharded_model_gathers_few_bytes_and_trains_as_one_that_is_not(recipe, backend, compiled):
     work = partial(_gathered, recipe=recipe, backend=backend, compiled=compiled)
@@ -142,6 +145,7 @@ def test_a_sharded_model_gathers_few_bytes_and_trains_as_one_that_is_not(recipe,
         assert answer["sent"][: 1 + LAYERS] == [root, *[block] * LAYERS]
 
 
+@pytest.mark.full
 def test_a_head_in_fp8_is_gathered_in_fp8():
     recipe = load_recipe("current", {"head": True})
     work = partial(_gathered, recipe=recipe, backend="torch", compiled=None)

@@ -1,6 +1,5 @@
 """Gradients that ranks exchange in bfloat16: half the bytes, the same training, off by default."""
 
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from fp8stack.precision import Hardware
 from fp8stack.training.distributed import parallelize
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.run_plans import plan_run
-from fp8stack.training.setup.build import without_effect
 from tests.conftest import metrics
-from tests.faults.processes import difference, in_ranks, last_step, run_ranks
+from tests.faults.processes import in_ranks, run_ranks
 from tests.faults.twins import TEXT
 
 BF16 = ("--set", "grad_compression=bf16")
@@ -35,9 +33,6 @@ SMALL = [
     "--set", "model_overrides.width=32", "--set", "model_overrides.heads=2",
     "--set", "rank_timeout=60", "--set", "log_every=1",
 ]  # fmt: skip
-
-
-# The hook
 
 
 def _gradients(rank: int, *, compressed: bool) -> dict[str, Any]:
@@ -147,9 +142,6 @@ def test_gradients_are_summed_one_by_one_only_where_the_order_could_differ(
     assert parallelize._sums_one_by_one(config, torch.device(device), ranks) is one_by_one
 
 
-# Whole runs
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compressed")
@@ -172,6 +164,7 @@ def _trained(folder: Path, name: str, *flags: str) -> Path:
         *(pytest.param(r, marks=pytest.mark.slow) for r in ("fp32", "bf16", "fp16", *FP8[1:])),
     ],
 )
+@pytest.mark.full
 def test_a_compressed_run_learns_the_same(recipe, folder):
     flags = [*SMALL, "--recipe", recipe]
     plain = _trained(folder, f"{recipe}-plain", *flags)
@@ -180,24 +173,6 @@ def test_a_compressed_run_learns_the_same(recipe, folder):
     assert len(losses[1]) == STEPS
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1] != losses[0]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ranks"),
-    [("delayed", 2), ("fp32", 3), ("delayed", 3)],
-)
-@pytest.mark.slow
-def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folder):
-    words = ["pretrain", "--device", "cpu", *SMALL, "--recipe", recipe, *BF16]
-    words += ["--save-every", "2", "--batch", "6", "--resume", "auto"]
-    runs = [folder / f"{recipe}-{ranks}-{name}" for name in ("clean", "killed")]
-    for run, faults in zip(runs, ("", "kill@step:4"), strict=True):
-        ended = run_ranks([*words, "--out", run.name], folder, ranks, faults)
-        assert [rank.code for rank in ended] == [-signal.SIGKILL if faults else 0] * ranks
-    assert last_step(runs[1]) == 2
-    ended = run_ranks([*words, "--out", runs[1].name], folder, ranks)
-    assert [rank.code for rank in ended] == [0] * ranks
-    assert difference(runs[1], runs[0]) == ""
 
 
 @pytest.mark.capability("E4")
@@ -217,20 +192,9 @@ def test_after_300_steps_the_loss_is_within_a_thousandth(recipe, tmp_path):
     assert small == pytest.approx(plain, rel=1e-3)
 
 
-# When it is asked for
-
-
 def test_with_fsdp_it_is_refused_by_name():
     config, cpu = RunConfig(grad_compression="bf16", parallel="fsdp"), Hardware("cpu")
     with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
         plan_run(config, cpu, 2)
     for possible, ranks in ((RunConfig(grad_compression="bf16"), 2), (config, 1)):
         assert plan_run(possible, cpu, ranks).plans
-
-
-def test_one_rank_is_told_that_it_changes_nothing():
-    config = RunConfig(grad_compression="bf16")
-    (note,) = without_effect(config, False, 1, compiled=False)
-    assert note == "grad_compression changes nothing here: there is one rank"
-    assert without_effect(config, False, 2, compiled=False) == ()
-    assert without_effect(RunConfig(), False, 1, compiled=False) == ()

@@ -1,9 +1,6 @@
 """Training in several ranks comes to the numbers of one, and how ranks agree with each other."""
 
-import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,9 +43,6 @@ RECKONED = {  # which backend computes which recipes here
     "emulate": ("delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4"),
     "torch": ("delayed", "current"),
 }
-
-
-# Messages between ranks
 
 
 def _agree(rank: int) -> dict[str, Any]:
@@ -113,11 +107,7 @@ def test_what_ranks_exchange_is_the_same_on_all(answers):
     assert answers[1]["main"] == {"asked": 0, "list": [1, None]}
     assert answers[1]["gather"] == [5, 6]
     assert answers[1]["apart"] is True
-
-
-def test_every_rank_knows_the_random_state_of_all(answers):
     states = answers[1]["random"]
-    assert {"cpu", "cpu.1"} <= states.keys()
     torch.manual_seed(1)
     assert states["cpu.1"] == torch.get_rng_state()[:16].tolist()
     assert states["cpu"] != states["cpu.1"]
@@ -129,35 +119,14 @@ def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(answers):
     for key, message in (("together", "no room"), ("within", "at once")):
         assert answers[1][key] == ("UserError", message, 4)
         assert answers[0][key] == ("ElsewhereError", f"rank 1: {message}", 4)
-
-
-def test_ranks_that_differ_are_refused_on_all(answers):
     for of_rank in answers:
         kind, message, code = of_rank["unequal"]
         assert (kind, code) == ("UserError", 2)
         assert message.startswith("Rank 1 has another plan than rank 0")
         assert of_rank["equal"] is None
-
-
-def test_a_rank_that_left_is_missed_in_one_line(answers):
     kind, message, code = answers[0]["lost"]
     assert (kind, code) == (RankLost.__name__, 4)
     assert message.startswith("rank 0 of 2 lost another rank")
-    assert "\n" not in message
-
-
-def _start_again(port: int, restart: int, rank: int) -> list[bool]:
-    """Join by a launcher's store, as the ranks of torchrun do, the main rank well before."""
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
-    time.sleep(rank * restart)
-    return [join("cpu", 10).any(rank == flagged) for flagged in (0, 1)]
-
-
-def test_ranks_that_are_started_again_do_not_meet_those_before():
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for restart in (0, 1):
-        assert in_ranks(partial(_start_again, store.port, restart), 2) == [[True, True]] * 2
 
 
 def test_one_process_exchanges_nothing():
@@ -179,9 +148,7 @@ LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_
     ("variables", "words"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        (LAUNCHED | {"RANK": "a"}, "The environment's RANK is 'a', not a number"),
         (LAUNCHED | {"MASTER_PORT": "abc"}, "The environment's MASTER_PORT is 'abc', not a number"),
     ],
 )
@@ -192,14 +159,6 @@ def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words,
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(words)):
         join("cpu", 60)
-
-
-def test_a_rank_with_a_gpu_needs_to_know_which(monkeypatch):
-    for key, value in LAUNCHED.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(UserError, match="LOCAL_RANK is not set"):
-        join("cuda", 1)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])
@@ -218,11 +177,8 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused():
         plan_run(config, Hardware("cpu"), 3)
 
 
-# The numbers
-
-
 class Trained:
-    """Runs of one rank and of several in a folder, each of one trained once."""
+    """Runs of one rank and of several in a folder; those of one rank are trained once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -259,13 +215,11 @@ def compare(
     change: Change = unchanged,
     ranks: int = 2,
 ) -> None:
-    """Train with several ranks and with one, and compare by the rules of the reliability matrix.
+    """Train with several ranks and with one, and compare.
 
     In current scaling, a rank takes the amax of a tensor from its own rows of a micro-batch; one
-    rank has the same rows if it accumulates that many times more. In delayed scaling all ranks
-    share one history, and blocks lie within a rank's rows; then one rank uses the same
-    micro-batches. Random bits depend on the micro-batch and the position in it, so one rank with
-    more micro-batches draws others: the weights must move little.
+    rank has the same rows if it accumulates that many times more. Random bits depend on the
+    micro-batch, so one rank with more of them draws others: the weights must move little.
     """
     # A block of a gradient has 128 tokens, as many as a rank's rows of a micro-batch.
     context = ("--context", "64") if recipe == "block" else ()
@@ -306,30 +260,6 @@ def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], rec
 def _both(first: Change, second: Change, rank: int) -> Iterator[None]:
     with first(rank), second(rank):
         yield
-
-
-@contextmanager
-def leaving_fp16(rank: int) -> Iterator[None]:
-    """A change: after the second step the run leaves fp16, as the guard can decide."""
-    check = Guard.check
-
-    def checked(guard: Guard, step: int, **options: bool) -> Outcome:
-        outcome = check(guard, step, **options)
-        outcome.to_bf16 = step == 2
-        return outcome
-
-    with patch.object(Guard, "check", checked):
-        yield
-
-
-@pytest.mark.parametrize("parallel", ["fsdp", case("ddp", quick=False)])
-def test_ranks_that_leave_fp16_for_bf16_train_as_one(trained, parallel):
-    flags = ("--recipe", "fp16", "--accumulate", "2")
-    single = trained.single_rank(flags, leaving_fp16)
-    several = trained.several((*flags, "--parallel", parallel), 2, leaving_fp16)
-    for row, expected in zip(metrics(several), metrics(single), strict=True):
-        assert row["precision"] == expected["precision"] == ("fp16" if row["step"] < 3 else "bf16")
-        assert row["loss"] == pytest.approx(expected["loss"], rel=5e-3, abs=0)
 
 
 @contextmanager
@@ -378,13 +308,6 @@ def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
 
 
-@pytest.mark.slow
-def test_two_ranks_draw_the_random_bits_of_one(trained):
-    mine = trained.folder / "mine.toml"
-    mine.write_text('like = "mxfp4"\nrounding = "stochastic"\n')
-    compare(trained, str(mine), "emulate", "ddp")
-
-
 @pytest.mark.capability("C1")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.full
@@ -409,10 +332,8 @@ def test_two_ranks_go_through_the_phases_of_one(trained, parallel):
 
 
 COMPILED = [  # minutes each
-    ("fp32", "reference", "ddp"), ("bf16", "reference", "ddp"), ("bf16", "reference", "fsdp"),
-    ("fp16", "reference", "ddp"), ("delayed", "emulate", "ddp"), ("delayed", "emulate", "fsdp"),
-    ("delayed", "torch", "ddp"), ("delayed", "torch", "fsdp"), ("current", "torch", "ddp"),
-    ("current", "torch", "fsdp"), ("block", "emulate", "ddp"), ("mxfp8", "emulate", "fsdp"),
+    ("bf16", "reference", "fsdp"), ("delayed", "emulate", "ddp"), ("delayed", "torch", "fsdp"),
+    ("current", "torch", "ddp"),
 ]  # fmt: skip
 
 
@@ -420,13 +341,6 @@ COMPILED = [  # minutes each
 @pytest.mark.parametrize(("recipe", "backend", "parallel"), COMPILED)
 def test_two_ranks_train_as_one_compiled(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel, ("--compile", "--set", "rank_timeout=600"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_four_ranks_train_as_one(trained, recipe, parallel):
-    compare(trained, recipe, "auto", parallel, ranks=4)
 
 
 @contextmanager
@@ -451,14 +365,3 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 @pytest.mark.full
 def test_two_ranks_train_as_one_by_transformer_engine(trained, recipe):
     compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
-
-
-def test_the_parallel_flag_changes_nothing_in_one_process(command, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(3000)))
-    flags = [*WORDS, "--recipe", "fp32", "--steps", "2"]
-    assert command(*flags, "--parallel", "fsdp", "--out", "a") == 0
-    assert command(*flags, "--out", "b") == 0
-    assert [row["loss"] for row in metrics(tmp_path / "a")] == [
-        row["loss"] for row in metrics(tmp_path / "b")
-    ]
-    assert "torch.distributed.fsdp" in sys.modules  # and yet it was not used

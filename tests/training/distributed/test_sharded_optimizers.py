@@ -83,6 +83,7 @@ WIDE = ("--set", "model_overrides.width=64")  # matrices that are large enough f
         for recipe in ("fp32", "delayed")
     ],
 )
+@pytest.mark.full
 def test_a_sharded_run_resumes_to_the_bit(name, recipe, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     words = ["pretrain", "--data", "text.txt", "--recipe", recipe, *FLAGS, *WIDE]

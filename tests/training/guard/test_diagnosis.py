@@ -6,17 +6,14 @@ import torch
 from fp8stack.training.guard.diagnosis import diagnose
 from tests.support.small_loop import MIXTURE, SmallLoop, changed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 UP, DOWN = "blocks.0.mlp.experts.up", "blocks.0.mlp.experts.down"
 
 
 @pytest.mark.parametrize(
     ("recipe", "where", "factor", "expected"),
     [
-        ("fp32", UP, torch.nan, f"{UP}.2, output is not finite"),
         ("delayed", UP, torch.nan, f"{UP}.2, output is not finite"),
         ("delayed", f"{UP}.weight", torch.inf, f"{UP}.2, weight gradient is not finite"),
-        ("mxfp8", f"{UP}.weight", 1e4, f"{UP}.2, weight gradient is "),
         ("mxfp8", DOWN, 1e3, f"{DOWN}.2, output is "),
     ],
 )

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 import torch
 
 from fp8stack.training.metrics import profiler
-from fp8stack.training.step import Step
-from tests.conftest import TINY, losses, metrics
+from tests.conftest import TINY, losses
 from tests.support.small_loop import SmallLoop
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def traced(run: Path) -> list[str]:
@@ -77,22 +74,6 @@ def test_the_table_has_the_operators_with_the_largest_times_of_their_own_in_orde
     assert (calls["aten::mm"], calls["aten::add"]) == (3, 5)
     shares = [float(columns[0].rstrip("%")) for _, *columns in operators(text)]
     assert shares == sorted(shares, reverse=True)
-
-
-def test_a_profile_with_kernels_is_sorted_by_gpu_time(monkeypatch):
-    recorded = profiler.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
-    sorted_by: list[str] = []
-
-    class Averages(list):
-        def table(self, sort_by: str, **options: Any) -> str:
-            sorted_by.append(sort_by)
-            return ""
-
-    for devices in (["CPU"], ["CPU", "CUDA"]):
-        events = Averages(Event(device, "aten::mm", 1, 1.0, 1.0) for device in devices)
-        monkeypatch.setattr(recorded, "key_averages", lambda events=events, **_: events)
-        profiler.table(recorded, 1)
-    assert sorted_by == ["self_cpu_time_total", "self_device_time_total"]
 
 
 class Event:
@@ -164,30 +145,3 @@ def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
     assert "\nThe GPU was busy 50.0 % of the time.\n" in profiler.write(recorded, tmp_path, 1)
     monkeypatch.setattr(recorded, "events", lambda: [Event("CPU", "aten::mm", 4, 1, 0)])
     assert profiler.busy(recorded) is None
-
-
-def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, monkeypatch):
-    now, write = [0.0], profiler.write
-    small = SmallLoop(tmp_path / "r", "fp32", steps=2, profile=True)
-    train_step = Step.__call__
-
-    def slow_step(*args: Any) -> Any:
-        now[0] += 2
-        return train_step(*args)
-
-    def slow_write(*args: Any) -> str:
-        now[0] += 100
-        return write(*args)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Step, "__call__", slow_step)
-    monkeypatch.setattr(profiler, "write", slow_write)
-    small.loop.metrics.restart_clock()
-    small.advance(2)
-    assert [row["step_ms"] for row in metrics(tmp_path / "r")] == [2000, 2000]
-    assert now[0] == 104
-
-
-def test_a_folder_with_a_profile_of_something_else_is_not_written_into(refused, tmp_path):
-    (tmp_path / "r" / "profile").mkdir(parents=True)
-    refused("pretrain", "--recipe", "fp32", "--out", "r", *TINY, message="r/profile is in the way")

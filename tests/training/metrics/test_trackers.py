@@ -19,6 +19,7 @@ from fp8stack.training.checkpoint.reader import canonical, sha256_of
 from fp8stack.training.metrics import trackers
 from tests.conftest import TINY, metrics, refusal
 
+pytestmark = pytest.mark.full
 KEYS = ("loss", "lr", "grad_norm", "val_loss")
 
 
@@ -61,9 +62,6 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
 
 
-# TensorBoard
-
-
 def _events(run: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -74,7 +72,6 @@ def tensorboard(run: Path, key: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in _events(run).Scalars(key)]
 
 
-@pytest.mark.full
 def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes_on(
     tracked, command, tmp_path
 ):
@@ -89,18 +86,6 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     assert command(*earlier, "--tensorboard", "--save-every", "4") == 0
     assert tensorboard(run, "loss") == expected_points(run, "loss")
     assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
-
-
-def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
-    (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path, resumed=False)
-    board.start()
-    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
-        board.log({"loss": loss}, step=step)
-    board.finish()
-    assert tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 2.5), (3, 3.5)]
-
-
-# Weights & Biases
 
 
 def wandb_runs(folder: Path) -> list[Path]:
@@ -168,8 +153,6 @@ def test_wandb_goes_on_with_the_same_run(tmp_path):
     assert (run_record.project, run_record.display_name) == ("fp8stack", tmp_path.name)
 
 
-# Trackio
-
 READ = """
 import json, sys, trackio
 from trackio import Api
@@ -229,9 +212,6 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
     assert [row["step"] for row in second["rows"]] == [1]
 
 
-# Missing packages
-
-
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
 def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
@@ -247,9 +227,6 @@ def test_trackio_with_a_server_and_no_token_is_one_line_and_leaves_no_folder(tmp
         message = refusal(fp8stack.pretrain, out=tmp_path / out, trackio=True, steps=1)
         assert message.startswith("--trackio: Self-hosted logging requires a write token")
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
-
-
-# A run of somebody else
 
 
 def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
@@ -294,14 +271,10 @@ def _name_all_trackers(file: Path) -> None:
     file.write_text(json.dumps({"sha256": sha256_of(canonical(manifest)), **manifest}))
 
 
-def test_a_run_file_given_to_the_command_is_a_flag_of_it(command, tmp_path, monkeypatch):
-    started: list[str] = []
-
-    def find_spec(name: str) -> bool:
-        started.append(name)
-        return True
-
-    monkeypatch.setattr(trackers, "find_spec", find_spec)
-    (tmp_path / "run.toml").write_text("tensorboard = true\n")
-    assert command("pretrain", *TINY, "--config", "run.toml", "--recipe", "fp32", "--out", "r") == 0
-    assert started == ["tensorboard"]
+def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
+    (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path, resumed=False)
+    board.start()
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
+        board.log({"loss": loss}, step=step)
+    board.finish()
+    assert tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 2.5), (3, 3.5)]

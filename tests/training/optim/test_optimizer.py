@@ -19,18 +19,16 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.run_keys import OptimizerName
 from fp8stack.precision import Hardware
-from fp8stack.training.checkpoint.state import capture, largest_of_state, restore
+from fp8stack.training.checkpoint.state import capture, restore
 from fp8stack.training.optim.chained import optimizers_in, parameters_of, plain
-from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
 from tests.conftest import metrics, refusal
-from tests.support.small_loop import SmallLoop, host_reads
+from tests.support.small_loop import SmallLoop
 
 INF = math.inf
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 CHAINED = [name for name in NAMES if name not in ("adamw", "sgd")]
 """The optimizers of the matrices of the blocks; AdamW has the rest."""
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
@@ -129,54 +127,14 @@ def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws():
     assert rms == pytest.approx(0.2 * 0.01, rel=0.3)  # what AdamW's steps come to
 
 
-BYTES = {"adamw": 8.0, "sgd": 4.0, "muon": 4.0, "adamw8bit": 2.0, "adamwfp8": 2.0}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(name, tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, width=128)
-    small.advance(1)
-
-    def bytes_per_parameter(path: str) -> float:
-        parameter = small.run.model.get_parameter(path)
-        state = plain(small.run.optimizer.state[parameter])
-        moments = [v for key, v in state.items() if key != "step" and not key.endswith("qmap")]
-        return sum(moment.numel() * moment.element_size() for moment in moments) / parameter.numel()
-
-    scales = 2 * 4 / 256 if BYTES[name] == 2 else 0
-    assert bytes_per_parameter("blocks.0.mlp.up.weight") == BYTES[name] + scales
-    assert bytes_per_parameter("embedding.weight") == BYTES["sgd" if name == "sgd" else "adamw"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict[str, SmallLoop]:
-    """A run of 20 steps with each optimizer, uncompiled."""
-    folder = tmp_path_factory.mktemp("trained")
-    loops: dict[str, SmallLoop] = {}
-    for name in NAMES:
-        keys: dict[str, Any] = {"lr": 0.1} if name == "sgd" else {}
-        loops[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
-        with torch.compiler.set_stance("force_eager"):
-            loops[name].advance(20)
-    return loops
-
-
-@pytest.mark.parametrize("name", [*CHAINED, "sgd"])
-@pytest.mark.full
-def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
-    rows = metrics(trained[name].run.folder.path)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
-    assert [row for row in rows if "event" in row] == []
-    members = optimizers_in(trained[name].run.optimizer)
-    rates = [float(group["lr"]) for member in members for group in member.param_groups]
-    assert rates == pytest.approx([rows[-1]["lr"]] * (2 if name == "sgd" else 3), rel=1e-6)
-
-
-def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trained):
+def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(tmp_path):
     matrices = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
     codes = {"adamw8bit": torch.uint8, "adamwfp8": torch.float8_e4m3fn}
     for name in CHAINED:
-        small = trained[name]
+        small = SmallLoop(tmp_path / name, "fp32", optimizer=name)
+        small.advance(10)
+        rows = metrics(tmp_path / name)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
         first, adamw = optimizers_in(small.run.optimizer)
         assert isinstance(adamw, torch.optim.AdamW)
         assert isinstance(first, torch.optim.Muon) == (name == "muon")
@@ -188,27 +146,18 @@ def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trai
         assert names_of(small, 1) == every - expected
         assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
         if name in codes:  # of one byte
-            state = plain(small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight])
+            state = plain(small.run.optimizer.state[small.run.model.get_parameter(UP)])
             for moment in ("exp_avg.codes", "exp_avg_sq.codes"):
                 assert state[moment].dtype == codes[name]
                 assert state[moment].float().abs().max() > 0
-
-
-def test_8_bits_stay_close_to_adamw_with_float32_moments(trained):
-    names = ("adamw", "adamw8bit", "adamwfp8")
-    ends = {name: metrics(trained[name].run.folder.path)[-1]["loss"] for name in names}
-    assert ends["adamw8bit"] == pytest.approx(ends["adamw"], rel=0.01)
-    assert ends["adamwfp8"] == pytest.approx(ends["adamw"], rel=0.01)
-    assert len(set(ends.values())) == 3
 
 
 @pytest.mark.capability("A16")
 @pytest.mark.parametrize(
     ("name", "fault", "step"),
     [
-        ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("adamwfp8", "loss", 3),
-        ("muon", "gradient", 1), ("adamw8bit", "loss", 1),
-        ("sgd", "gradient", 3), ("sgd", "loss", 1),
+        ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("muon", "gradient", 1),
+        ("adamw8bit", "loss", 1), ("sgd", "gradient", 3),
     ],
 )  # fmt: skip
 def test_a_bad_step_changes_nothing_to_the_bit(name, fault, step, tmp_path):
@@ -255,37 +204,6 @@ def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name
     assert small.loop.monitor.poll().overflows == 1
 
 
-@pytest.mark.capability("A9")
-def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update():
-    scaler = LossScaler("cpu")
-    weights = [nn.Parameter(torch.full((4, 4), 2.0)) for _ in range(2)]
-    muon = torch.optim.Muon(weights[:1], lr=0.1)
-    adamw = torch.optim.AdamW(weights[1:], lr=0.1, fused=True)
-    for overflows in (False, True):
-        before = [weight.detach().clone() for weight in weights]
-        loss = weights[0].sum() * (INF if overflows else 1.0) + weights[1].sum()
-        scaler.scale(loss).backward()
-        for optimizer in (muon, adamw):
-            scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match="already been called"):
-            scaler.unscale_(muon)
-        for optimizer in (muon, adamw):
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        scaler.update()
-        stood = [torch.equal(weight, old) for weight, old in zip(weights, before, strict=True)]
-        assert stood == [overflows, False]
-    assert str(scaler.statistics()) == "loss scale 32768, 1 of 2 steps overflowed (50.00 %)"
-
-
-def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path):
-    for name, expected in (("adamw", 0), ("sgd", 0), ("muon", 1)):
-        small = SmallLoop(tmp_path / name, "fp16", optimizer=name)
-        small.advance(2)
-        reads = host_reads(small.next_step())
-        assert reads["aten::is_nonzero"] == expected
-
-
 @pytest.mark.capability("A16")
 @pytest.mark.parametrize(
     ("keys", "recipe"),
@@ -313,17 +231,6 @@ def test_a_resumed_run_goes_on_to_the_bit(keys, recipe, tmp_path):
     assert differing(saved, state_of(resumed)) == []
     resumed.advance(3)
     assert differing(state_of(through), state_of(resumed)) == []
-
-
-def test_a_first_step_that_was_skipped_can_be_resumed_but_not_by_another_optimizer(tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp16", optimizer="muon", save_every=1)
-    small.spoil(UP, {1}, INF)
-    small.advance(1)
-    resumed = small.resumed()
-    assert resumed.run.step == 1
-    resumed.advance(1)
-    message = refusal(resumed.resumed, optimizer="adamw")
-    assert "optimizer is 'adamw' here and 'muon' in the checkpoint" in message
 
 
 def saved_moments(folder: Path, name: str) -> tuple[SmallLoop, dict[str, dict[str, Tensor]]]:
@@ -376,17 +283,6 @@ def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
     assert differing(before, state_of(small)) == []
     groups["rng"] = {"cpu": groups["rng"]["cpu"].float()}
     assert "RNG state" in refusal(restored, groups["optimizer"])
-
-
-@pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
-def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
-    small.advance(1)
-    assert largest_of_state(small.run.optimizer).isfinite()
-    weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
-    state = small.run.optimizer.state[weight]
-    state["exp_avg"].copy_(torch.full_like(state["exp_avg"].dequantize(), INF))
-    assert not largest_of_state(small.run.optimizer).isfinite()
 
 
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):

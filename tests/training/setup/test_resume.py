@@ -7,47 +7,26 @@ other damage are in tests/faults/inputs/test_inputs.py.
 import errno
 import fcntl
 import json
-import os
 import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp8stack import cli
-from fp8stack.model.config import GPTConfig, load_config, plan_for, workload
-from fp8stack.planning.run_config import RunConfig, parse_config
-from fp8stack.precision import Hardware, Plan, probe
+from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import RunConfig
+from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint import reader
-from fp8stack.training.checkpoint.validation import layers_left_out, newest_sound
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import Decided, Schedule, plan_phases
-from fp8stack.training.setup import resume, start
-from tests.conftest import contents, losses, metrics
+from fp8stack.training.run_plans import Decided, plan_phases
+from fp8stack.training.setup import resume
+from tests.conftest import losses, metrics
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.training.conftest import AUTO, saved
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-def test_where_a_run_was_killed_before_its_run_toml_a_new_one_begins(
-    new, command, tmp_path, finished
-):
-    (tmp_path / "r/checkpoints/.tmp-step-000005").mkdir(parents=True)
-    (tmp_path / "r/.tmp-run.toml-12").write_text("model = ")
-    (tmp_path / "r/.lock").touch()
-    assert command(*new, "--resume", "auto", "--out", "r") == 0
-    assert losses(tmp_path / "r") == losses(finished / "r")
-    assert not list((tmp_path / "r").rglob(".tmp-*"))
-
-
-@pytest.mark.parametrize(
-    "flags", [["--resume"], ["--resume", "auto"], ["--steps", "1", "--resume"]]
-)
+@pytest.mark.parametrize("flags", [["--resume"], ["--resume", "auto"]])
 def test_only_the_run_in_out_or_a_named_one_is_resumed(
     flags, new, command, refused, tmp_path, monkeypatch
 ):
@@ -72,65 +51,26 @@ def test_only_the_run_in_out_or_a_named_one_is_resumed(
     assert [row[0] for row in losses(cut.path)] == [1, 2]
 
 
-def test_a_finished_run_says_so_and_is_not_changed(run, command, capsys):
-    for name in ("loss.png", "sample.txt"):  # as after a kill while it ended
-        (run / name).unlink()
-    assert command(*AUTO) == 0
-    before = contents(run)
-    capsys.readouterr()
-    assert command(*AUTO) == 0
-    printed = capsys.readouterr().out
-    assert "all 12 steps are done" in printed
-    assert "done: validation loss" in printed
-    assert contents(run) == before
-    assert {"loss.png", "sample.txt"} <= before.keys()
-
-
-@pytest.mark.parametrize(
-    ("began_with", "dtype", "faster"), [("no", "fp32", "bf16"), ("yes", "bf16", "fp32")]
-)
 @pytest.mark.full
 def test_a_run_goes_on_in_its_compute_dtype_on_another_kind_of_cpu(
-    began_with, dtype, faster, finished, command, monkeypatch, tmp_path, capsys
+    finished, command, monkeypatch, tmp_path, capsys
 ):
     flags = ["pretrain", "--recipe", "mxfp8", "--data", str(finished / "t.txt"), "--out", "r"]
     flags += ["--set", "model_overrides.width=256", "--set", "model_overrides.layers=1"]
     flags += ["--context", "8", "--batch", "2", "--seed", "1", "--schedule", "constant"]
-    monkeypatch.setenv("FP8STACK_CPU_BF16", began_with)
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "no")
     assert command(*flags, "--steps", "4") == 0
     expected = [row[1] for row in losses(tmp_path / "r")]
     shutil.rmtree(tmp_path / "r")
     assert command(*flags, "--steps", "2") == 0
-    monkeypatch.setenv("FP8STACK_CPU_BF16", {"yes": "no", "no": "yes"}[began_with])
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "yes")
     capsys.readouterr()
     assert command("pretrain", "--resume", "auto", "--out", "r", "--steps", "4") == 0
     printed = capsys.readouterr().out
-    assert f"computes in {dtype} as it began; {faster} is faster here" in printed
+    assert "computes in fp32 as it began; bf16 is faster here" in printed
     assert [row[1] for row in losses(tmp_path / "r")] == pytest.approx(expected, rel=1e-3)
     plan = reader.load(tmp_path / "r/checkpoints/step-000004").info["plan"]
-    assert plan["compute_dtype"] == dtype
-
-
-# Tests of each kind of damage are in tests/faults/inputs.
-def test_a_damaged_newest_checkpoint_is_passed_over_and_crowds_out_no_good_one(
-    run, command, finished, capsys
-):
-    (run / "checkpoints/step-000012/checkpoint.json").write_text("{")
-    assert command(*AUTO, "--save-every", "2") == 0
-    message = "resumed from r/checkpoints/step-000008; passed over: r/checkpoints/step-000012"
-    assert message in capsys.readouterr().out
-    assert losses(run) == losses(finished / "r")
-    assert newest_sound(run / "checkpoints", bool)[2] == []
-    assert reader.load(run / "checkpoints/step-000010").step == 10
-
-
-def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(run, refused):
-    for weights in run.glob("checkpoints/*/model.safetensors"):
-        weights.write_bytes(b"")
-    before = contents(run)
-    error = refused(*AUTO, code=3, message="step-000012")
-    assert "step-000008" in error
-    assert contents(run) == before
+    assert plan["compute_dtype"] == "fp32"
 
 
 MEMORY = "fp8stack.precision.system_memory.available_memory"
@@ -140,11 +80,6 @@ def _deny(*_: object) -> bytes:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def _without_torchao(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setitem(sys.modules, "torchao.optim", None)
-    rewrite(folder, lambda body: body["info"]["config"].update(optimizer="adamw8bit"))
-
-
 LACKING: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], object], str]] = {
     "memory": (lambda patch, _: patch.setattr(MEMORY, lambda _: 0), "0.0 GiB are left"),
     "a permission": (lambda patch, _: patch.setattr(Path, "read_bytes", _deny), "Permission den"),
@@ -152,7 +87,6 @@ LACKING: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], object], str]] = {
         lambda _, folder: rewrite(folder, lambda body: body.update(format=2)),
         "has format 2; this version of fp8stack reads 1. Use the version that wrote it",
     ),
-    "torchao": (_without_torchao, "need torchao: pip install"),
 }
 
 
@@ -163,7 +97,7 @@ def test_a_sound_checkpoint_is_not_passed_over_for_what_the_machine_lacks(
     take_away, message = LACKING[lacking]
     take_away(monkeypatch, run / "checkpoints/step-000012")
     refused(*AUTO, message=message)
-    if lacking != "torchao":  # which a model does without
+    if lacking != "memory":  # else a module that is first imported here would keep the change
         refused("eval", "r", message=message)
 
 
@@ -185,55 +119,12 @@ def test_a_run_without_a_checkpoint_begins_again_as_its_run_toml_says_now(
     assert max(row["lr"] for row in metrics(run)) == 0.002
 
 
-def test_metrics_that_were_cut_short_and_an_edited_run_toml_are_made_anew(run, command, finished):
-    shutil.rmtree(run / "checkpoints/step-000012")
-    with (run / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 13, "lo')
-    text = (run / "run.toml").read_text()
-    (run / "run.toml").write_text(text.replace("lr = 0.003", "lr = 0.1"))
-    assert command(*AUTO) == 0
-    assert losses(run) == losses(finished / "r")
-    assert "lr = 0.003" in (run / "run.toml").read_text()
-
-
 def test_a_file_system_without_locks_can_be_trained_on(run, command, monkeypatch):
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     assert command(*AUTO, "--steps", "13") == 0
-
-
-@contextmanager
-def _as_nobody() -> Iterator[None]:
-    """A context without root's rights, which would ignore file permissions."""
-    user = os.geteuid()
-    os.seteuid(user or 65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-def test_a_folder_that_cannot_be_written_ends_with_exit_code_4(finished, capsys):
-    with tempfile.TemporaryDirectory() as name:  # unlike pytest's, others may look into it
-        folder = Path(name)
-        folder.chmod(0o755)
-        shutil.copytree(finished / "r", folder / "r")
-        shutil.copy(finished / "t.txt", folder)
-        paths = [folder / "r", *(folder / "r").rglob("*")]
-        for path in paths:
-            path.chmod(0o555 if path.is_dir() else 0o444)
-        before = contents(folder)
-        words = ["--data", str(folder / "t.txt"), "--out", str(folder / "r"), "--steps", "14"]
-        with _as_nobody(), pytest.raises(SystemExit, match=r"^4$"):
-            cli.main(["pretrain", "--resume", "auto", *words])
-        error = capsys.readouterr().err
-        assert f"Cannot write to {folder / 'r'}: Permission denied. Give a folder that" in error
-        assert error.count("\n") == 1
-        assert contents(folder) == before
-        for path in paths:
-            path.chmod(0o755)
 
 
 def test_what_torchrun_starts_again_goes_on_by_itself_and_overwrites_nothing(
@@ -271,31 +162,6 @@ def test_a_named_checkpoint_is_the_one_that_is_used(run, finished, command, refu
     refused("pretrain", "--resume", "r/checkpoints/step-000012", code=3)
 
 
-@pytest.mark.parametrize("flags", [["--model", "gpt2-124m"], ["--set", "model.width=64"]])
-def test_another_model_is_named_whether_or_not_the_run_is_finished(flags, run, refused):
-    now, before = ("'gpt2-124m'", "'gpt-nano'") if "--model" in flags else (64, 32)
-    key = "model" if "--model" in flags else "model.width"
-    message = f"Cannot resume r: {key} is {now} here and {before} in the checkpoint."
-    for steps in ([], ["--steps", "14"]):
-        refused("pretrain", "--resume", "r", *flags, *steps, message=message)
-
-
-def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
-    """FP8 does not pay for some layers on one machine: another machine must use the same layers."""
-    config = GPTConfig(vocabulary=512, context=64, layers=2, width=1600, heads=25)
-    machine = Hardware("cuda", (9, 0), has_te=True, name="NVIDIA H200")
-    first_plan = plan_for(config, "auto", machine, "te", work=workload(config, 2**17))
-    fp8_layers = {layer.name for layer in first_plan.layers if layer.fp8}
-    assert 0 < len(fp8_layers) < 8
-    left_out = layers_left_out(first_plan.to_json())
-    for hardware in (Hardware("cpu"), Hardware("cuda", (8, 9))):
-        resumed_plan = plan_for(config, "delayed", hardware, left_out=left_out)
-        assert {layer.name for layer in resumed_plan.layers if layer.fp8} == fp8_layers
-        assert [layer.reason for layer in resumed_plan.layers] == [
-            layer.reason for layer in first_plan.layers
-        ]
-
-
 def test_steps_that_are_repeated_are_dropped_from_the_log(tmp_path):
     """Events of a roll-back are kept, whether or not a step was logged since."""
     for number, since in enumerate(([{"step": s, "loss": 2.0} for s in (5, 6)], [])):
@@ -329,75 +195,16 @@ def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(t
     assert metrics(folder.path) == [*rows, bad | {"step": 9}, {"step": 9, "val_loss": 3.0}]
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"), [("gpt2-124m", "no layer would run"), ("gpt2-1.5b", "too close to tell")]
-)
-def test_auto_keeps_its_choice_to_train_without_fp8(model, reason):
+def test_auto_keeps_its_choice_to_train_without_fp8():
     """On an H100 without Transformer Engine, FP8 does not pay for such micro-batches."""
     h100 = Hardware("cuda", (9, 0), has_te=False, name="NVIDIA H100")
-    config, shape = RunConfig(model=model, recipe="auto"), load_config(model)
+    config, shape = RunConfig(model="gpt2-1.5b", recipe="auto"), load_config("gpt2-1.5b")
     (plan,), _ = plan_phases(config, shape, h100, Decided(), 4096)
     assert plan.recipe.name == "bf16"
-    assert reason in " ".join(plan.reasons)
+    assert "too close to tell" in " ".join(plan.reasons)
     for tokens in (4096, 2**20):  # on fewer ranks, FP8 might pay
         info = {"phases": None, "plans": [plan.to_json()], "plan": plan.to_json()}
         (again,), _ = plan_phases(config, shape, h100, resume._decided_in(info), tokens)
         assert again.recipe.to_json(words=False) == plan.recipe.to_json(words=False)
         assert "the run began without FP8" in " ".join(again.reasons)
         plan = again
-
-
-def test_layers_that_a_recipe_file_left_out_stay_out_in_its_copy(tmp_path):
-    """A run with phases stores these decisions by recipe, and a resumed run names its own copy of
-    the recipe's file."""
-    for name in ("mine", "copies/mine"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.toml").write_text('like = "delayed"\n')
-    shape = load_config("gpt-nano", {"mlp_width": 1000})  # 16 does not divide it
-
-    def planned(file: str, hardware: Hardware, decided: Decided) -> tuple[list[Plan], Schedule]:
-        phases = [{"name": "first", "recipe": "bf16", "until": 2}, {"name": "second"}]
-        config = RunConfig.model_validate({"recipe": str(tmp_path / file), "phases": phases})
-        return plan_phases(config, shape, hardware, decided, 4096)
-
-    plans, schedule = planned("mine.toml", Hardware("cuda", (9, 0), has_te=False), Decided())
-    layers = layers_left_out(plans[schedule.indices[1]].to_json())
-    assert "blocks.0.mlp.down" in layers
-    phases = {"places": schedule.places, "ended_at": None}
-    tables = [plan.to_json() for plan in plans]
-    info = {"phases": phases, "plans": tables, "plan": tables[schedule.indices[1]]}
-    again, schedule = planned("copies/mine.toml", Hardware("cpu"), resume._decided_in(info))
-    assert layers_left_out(again[schedule.indices[1]].to_json()) == layers
-
-
-def test_a_resumed_run_keeps_the_device_and_the_timeout_that_it_began_with(
-    new, command, tmp_path, monkeypatch
-):
-    probed: list[str] = []
-
-    def probed_as(device: str) -> Hardware:
-        probed.append(device)
-        return probe("cpu")
-
-    monkeypatch.setattr(start, "probe", probed_as)
-    flags = [*new, "--out", "r", "--device", "cpu", "--set", "rank_timeout=77"]
-    assert command(*flags, "--steps", "2") == 0
-    for words in (["--resume", "r"], ["--resume", "auto", "--out", "r"]):
-        assert command("pretrain", *words) == 0
-    assert command("pretrain", "--resume", "r", "--device", "auto") == 0
-    assert probed == ["cpu", "cpu", "cpu", "auto"]
-    config = parse_config(str(tmp_path / "r/run.toml"), {})
-    assert (config.device, config.rank_timeout) == ("auto", 77)
-
-
-def test_tables_within_overrides_are_merged(new, command, tmp_path):
-    flags = [*new, "--recipe", "delayed", "--out", "r"]
-    nested = ["--set", "recipe.input.history_length=16"]
-    nested += ["--set", 'recipe.layers=[{match="blocks.0.*", recipe="bf16"}]']  # a table in a list
-    assert command(*flags, "--steps", "2", *nested) == 0
-    more = ["--set", "recipe.input.margin=1", "--out", "b", "--steps", "3"]
-    assert command("pretrain", "--resume", "r", *more) == 0
-    config = parse_config(str(tmp_path / "b/run.toml"), {})
-    layers = [{"match": "blocks.0.*", "recipe": "bf16"}]
-    overrides = {"input": {"history_length": 16, "margin": 1}, "layers": layers}
-    assert config.recipe_overrides == overrides

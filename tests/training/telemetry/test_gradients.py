@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8stack import GPT, build_backend, convert, load_config
-from fp8stack.analysis import report
-from fp8stack.analysis.report import page
+from fp8stack import GPT, build_backend
 from fp8stack.analysis.report.analysis import analyze, verdict
 from fp8stack.analysis.report.gradient_faults import faults
 from fp8stack.analysis.report.run_record import read_run
@@ -23,12 +21,8 @@ from fp8stack.analysis.report.telemetry import Gradient
 from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks
 from tests.faults.twins import TEXT
-from tests.support.backend_models import grad, normal
 from tests.support.cases import case
-from tests.support.expert_loops import WIDTH, Model, experts_of
-from tests.support.small_loop import SmallLoop, host_reads
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.small_loop import SmallLoop
 
 FOUR = {"layers": 4, "width": 32, "heads": 2}
 SILENT: dict[str, Any] = {"eval_every": 100, "save_every": 100, "steps": 10}
@@ -51,11 +45,8 @@ def findings(folder: Path) -> list[str]:
     ]
 
 
-# Rows
-
-
 @pytest.mark.capability("A6")
-@pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp32", 2), ("fp16", 2)])
+@pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp16", 2)])
 def test_the_rows_are_the_norms_of_the_steps_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, accumulate: int
 ) -> None:
@@ -95,35 +86,6 @@ def test_the_rows_are_the_norms_of_the_steps_gradients(
     assert metrics[1]["grad_norm"] == pytest.approx(math.hypot(*total), rel=1e-4)
 
 
-def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
-    config = load_config("gpt2-124m", {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64})
-    model = GPT(config)
-    assert any(name.endswith("mlp.up.bias") for name, _ in model.named_parameters())
-    tokens = torch.randint(64, (2, 9))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    flow = gradients.look(model)
-    assert flow is not None
-    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
-    up = grad(model.get_parameter("blocks.0.mlp.up.weight"))
-    assert by_part["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.norm()))
-    block = model.get_submodule("blocks.0")
-    block_norm = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
-    assert by_part["blocks.0"]["norm"] == pytest.approx(block_norm)
-
-
-def test_each_weight_of_converted_experts_is_a_part_and_their_biases_are_none() -> None:
-    model = Model(experts_of("GptOssExperts"))
-    convert(model, "delayed")
-    model(normal(48, WIDTH)).square().sum().backward()
-    flow = gradients.look(model)
-    assert flow is not None
-    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
-    assert [*by_part] == ["router", "experts.gate_up_proj", "experts.down_proj"]
-    for name in ("gate_up_proj", "down_proj"):
-        norm = float(grad(model.experts.get_parameter(name)).norm())
-        assert by_part[f"experts.{name}"]["norm"] == pytest.approx(norm)
-
-
 def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
@@ -139,9 +101,8 @@ def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("fp32", "auto"), ("delayed", "emulate"), ("fp16", "auto"), ("mxfp8", "emulate"),
-     ("delayed", "torch")],
-)  # fmt: skip
+    [("delayed", "emulate"), ("fp16", "auto"), ("delayed", "torch")],
+)
 @pytest.mark.full
 def test_the_runs_numbers_are_the_same_to_the_bit_with_and_without(
     tmp_path: Path, recipe: str, backend: str
@@ -155,26 +116,6 @@ def test_the_runs_numbers_are_the_same_to_the_bit_with_and_without(
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
     assert not (tmp_path / "0" / "r" / "telemetry.jsonl").exists()
-
-
-def test_no_step_reads_a_number_on_the_host_for_it(tmp_path: Path) -> None:
-    small = loop(tmp_path, "fp32", 3)
-    small.advance(1)
-    assert not host_reads(small.next_step())  # step 2, not sampled
-    assert not host_reads(small.next_step())  # step 3, sampled: read by the journal, later
-
-
-def test_trackers_get_the_same_figures(tmp_path: Path) -> None:
-    small = loop(tmp_path)
-    small.next_step()()
-    sample = small.run.telemetry.finish(1, None)
-    for row in (row for row in sample.rows if "gradient" in row):
-        for key in ("norm", "ratio", "zeros"):
-            assert sample.numbers[f"gradient/{key}/{row['gradient']}"] == row[key]
-    assert "gradient/norm/blocks.0" in sample.numbers
-
-
-# Findings
 
 
 def _detach(model: GPT) -> None:
@@ -258,49 +199,9 @@ def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() ->
     assert named(norms | {"final_norm": [0.1] * 5}) == {
         ("exploding", f"blocks.{i}.mlp.up") for i in range(4)
     }
-    norms = {f"blocks.{i}.mlp.up": [1e-5 if i < 4 else 1.0] * 5 for i in range(6)}
-    assert named(norms | {"final_norm": [0.1] * 5}) == {
-        ("vanishing", f"blocks.{i}.mlp.up") for i in range(4)
-    }
-
-
-def test_two_samples_are_no_fault_and_a_hundredfold_is_none() -> None:
-    usual = {f"blocks.{i}.mlp.up": [1.0] * 6 for i in range(5)}
+    usual = {f"blocks.{i}.mlp.up": [1.0] * 6 for i in range(5)}  # two samples are no fault
     assert not named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]})
     assert not named(usual | {"blocks.1.mlp.up": [0.01] * 6, "blocks.2.mlp.up": [100.0] * 6})
-    assert named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]}) == {
-        ("dead", "blocks.1.mlp.up")
-    }
-
-
-def test_a_fault_that_is_over_is_a_warning(tmp_path: Path) -> None:
-    small = loop(tmp_path, "fp32", 1, model_overrides=FOUR)
-    weight = small.run.model.get_parameter("blocks.1.mlp.up.weight")
-    handle = weight.register_hook(torch.zeros_like)
-    small.advance(4)
-    handle.remove()
-    small.advance(4)
-    (finding,) = (o for o in analyze(read_run(tmp_path / "r")).findings if "Dead" in o.text)
-    assert finding.level == "warning"
-    assert "steps 1 to 4. Later it had one." in finding.text
-
-
-def test_page_and_terminal_show_gradients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = loop(tmp_path, model_overrides=FOUR)
-    _detach(small.run.model)
-    small.advance(10)
-    analysis = analyze(read_run(tmp_path / "r"))
-    html, pictures = page.render([analysis], "report_files")
-    assert "run1-gradient" in [picture.name for picture in pictures]
-    assert "Gradient by part of the model" in html
-    capsys.readouterr()
-    report.show(tmp_path / "r")
-    assert "Dead: no gradient reaches blocks.1.mlp_norm" in capsys.readouterr().out
-
-
-# Ranks
 
 
 def _rank_rows(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
