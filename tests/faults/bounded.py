@@ -45,14 +45,14 @@ def bounded(
     return Ended(code=code, stdout=lines[0], stderr=lines[1])
 
 
-def command(arguments: list[str], folder: Path, **bounds: float) -> Ended:
+def command(arguments: list[str], folder: Path) -> Ended:
     """`fp8stack` with some arguments, in `folder`, bounded as in `bounded`."""
 
     def work() -> None:
         os.chdir(folder)
         cli.main(arguments)
 
-    return bounded(work, **bounds)  # type: ignore[arg-type]
+    return bounded(work)
 
 
 def called(arguments: list[str], folder: Path) -> Ended:
