@@ -6,25 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 import fp8stack
 from fp8stack.common.errors import NoUsableCheckpoint
 from fp8stack.training import loop
 from fp8stack.training.checkpoint import reader
 from tests.conftest import TINY, metrics
-from tests.faults.bounded import TIMEOUT, TRACEBACK, bounded
 from tests.faults.bounded import command as in_child
 from tests.faults.inputs import input_data, input_fuzz
-from tests.faults.inputs.input_corruptions import (
-    CORRUPTIONS,
-    NEWEST,
-    OF_RUNS,
-    OLDER,
-    problem,
-    replace,
-    rewrite,
-)
+from tests.faults.inputs.input_corruptions import CORRUPTIONS, NEWEST, OF_RUNS, OLDER, problem
 from tests.faults.processes import last_step
 from tests.support.small_loop import changed
 
@@ -37,12 +27,7 @@ def run(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "run"))
 
 
-ALL_BAD = {
-    "rng missing", "manifest flipped", "swapped files", "NaN weight", "no scale",
-    "2^40 bytes of header", "a name that leads out", "a million keys", "weights without end",
-    "a pipe as manifest", "a file as checkpoint", "a billion layers", "no plan",
-    "another configuration",
-}  # fmt: skip
+ALL_BAD = {"rng missing", "swapped files", "NaN weight", "a pipe as manifest", "no plan"}
 
 
 @pytest.mark.parametrize("corruption", [*CORRUPTIONS, *OF_RUNS])
@@ -51,7 +36,7 @@ def test_the_file_is_named_and_the_last_good_checkpoint_used(corruption, pristin
     assert problem(pristine, tmp_path / "copy", corruption, corruption in ALL_BAD) == ""
 
 
-BAD = ["NaN weight", "model flipped", "the guard's memory"]
+BAD = ["NaN weight", "the guard's memory"]
 
 
 @pytest.mark.parametrize("corruption", BAD)
@@ -109,19 +94,6 @@ def test_a_file_that_is_far_too_large_is_not_read(run):
     assert f"{NEWEST}/model.safetensors is damaged: it has {2**40} bytes" in ended.stdout
 
 
-def test_a_child_that_eats_memory_or_time_is_ended():
-    assert bounded(lambda: bytearray(2**31), 2**28).code == TRACEBACK
-    assert bounded(lambda: [None for _ in iter(int, 1)], seconds=0.3).code in (TIMEOUT, TRACEBACK)
-
-
-def test_a_stranger_can_state_right_sums(run):
-    """A rewritten manifest passes verification, on which the corruptions build."""
-    folder = run / "checkpoints" / NEWEST
-    rewrite(folder, lambda body: body["info"]["versions"].update(torch="0"))
-    replace(folder, "rng.safetensors", (folder / "rng.safetensors").read_bytes())
-    assert reader.load(folder).info["versions"]["torch"] == "0"
-
-
 # Data
 
 
@@ -155,12 +127,6 @@ def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, comman
     assert metrics(tmp_path / "r")[-1]["step"] == 12
 
 
-def test_every_fault_is_done_to_a_file_that_was_good(tmp_path, monkeypatch):
-    """Else a fault could be found for another reason than the one it is for."""
-    monkeypatch.setitem(input_data.BEFORE, "no fault", (lambda path: None, ()))
-    assert input_data.problem(tmp_path, "no fault").startswith("exit 0")
-
-
 # Files that nobody would write; the long form is `python -m bench reliability`
 
 
@@ -182,11 +148,3 @@ def test_any_data_are_taken_or_refused_in_one_line(name, tmp_path):
 @pytest.mark.full
 def test_any_file_of_a_run_is_read_or_refused_in_one_line(name, pristine, tmp_path):
     assert input_fuzz.fuzz(tmp_path, *input_fuzz.run_files(pristine)[name], 8) >= 6
-
-
-def test_an_error_that_is_not_for_users_is_not_let_by(tmp_path):
-    def fails(place: Path, value: int) -> None:
-        raise KeyError(value)
-
-    with pytest.raises(KeyError):
-        input_fuzz.fuzz(tmp_path, st.integers(), fails, 5)
