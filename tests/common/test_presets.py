@@ -86,8 +86,8 @@ WRONG = {  # lines that replace the key's line: the message
 @pytest.mark.parametrize("line", WRONG)
 def test_a_wrong_model_is_refused_with_the_file_the_key_and_the_value(write_file, line):
     key = line.split()[0]
-    rest = [other for other in LEAST.splitlines() if not other.startswith(f"{key} =")]
-    message = refusal(load_config, write_file("\n".join([*rest, line])))
+    lines = [least for least in LEAST.splitlines() if not least.startswith(f"{key} =")]
+    message = refusal(load_config, write_file("\n".join([*lines, line])))
     assert message.startswith("model 'mine': ")
     assert WRONG[line] in message
 

@@ -102,8 +102,9 @@ def test_the_programs_of_the_documents_accept_their_commands():
 
 
 SESSIONS: dict[tuple[str, int], list[Command]] = defaultdict(list)
-for each in ALL:
-    SESSIONS[each.page, -each.line if each.block is None else each.block].append(each)
+for command in ALL:
+    key = (command.page, -command.line if command.block is None else command.block)
+    SESSIONS[key].append(command)
 
 
 def is_long(command: Command) -> bool:

@@ -154,8 +154,8 @@ def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
     # A whole old checkpoint does no harm, where the kill came just before it was removed.
     saved = checkpoints(run)
     complete = [path for path in saved if files(path) == files(saved[-1])]
-    whole = {str(p.relative_to(run)) for path in complete for p in (path, *path.iterdir())}
-    litter = (files(run) ^ files(twin.path)) - whole
+    whole_files = {str(p.relative_to(run)) for path in complete for p in (path, *path.iterdir())}
+    litter = (files(run) ^ files(twin.path)) - whole_files
     return f"left over or missing: {', '.join(sorted(litter))}" if litter else ""
 
 

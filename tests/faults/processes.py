@@ -151,12 +151,7 @@ class Together:
     no launcher's environment."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        folder: Path,
-        count: int,
-        faults: str = "",
-        change: Change = unchanged,
+        self, words: Sequence[str], folder: Path, count: int, faults: str, change: Change
     ) -> None:
         self.children = [
             Child(words, folder, faults, variables, change, rank)

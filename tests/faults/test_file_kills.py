@@ -9,19 +9,14 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
-from fp8stack.analysis.report import page
 from fp8stack.common import io
 from fp8stack.data.prepared import prepared_segments
 from tests.faults.processes import Change, run_ranks, unchanged
 from tests.support.cases import case
-from tests.support.run_folders import make_run
-
-PAGE = f'<!doctype html>{page.MARK}">\n'
 
 
 def kill_at_each(
@@ -57,42 +52,6 @@ def entries(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
         for path in folder.rglob("*")
     }
-
-
-@contextmanager
-def drawing_nothing(rank: int) -> Iterator[None]:
-    """A change: a report is a page of a line, and two plots of a word."""
-    plots = [SimpleNamespace(name=f"run1-{n}", png=lambda: b"new plot") for n in ("loss", "rates")]
-    with patch.object(page, "render", lambda runs, folder: (f"{PAGE}new page", plots)):
-        yield
-
-
-@pytest.mark.parametrize("every", [case(4, quick=True), case(1, quick=False)])
-@pytest.mark.full
-def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(every, tmp_path):
-    def begin(folder: Path) -> None:
-        run = make_run(folder / "run", steps=2, every=0)
-        (run / "report.html").write_text(f"{PAGE}old page")
-        plots = run / "report_files"
-        plots.mkdir()
-        for name, text in {
-            "run1-loss.png": "old plot",
-            "run1-older.png": "old plot",  # which the new page does not have
-            ".DS_Store": "somebody's",
-            ".tmp-run1-older.png-1": "old p",  # left by a killed report, and not by process 1
-        }.items():
-            (plots / name).write_text(text)
-
-    def is_whole(folder: Path) -> bool:
-        run = folder / "run"
-        plots = {path.read_text() for path in run.glob("report_files/run1-*")}
-        pages = {f"{PAGE}old page", f"{PAGE}new page"}
-        return (run / "report.html").read_text() in pages and plots <= {"old plot", "new plot"}
-
-    words = ["report", "run"]
-    assert kill_at_each(words, begin, is_whole, tmp_path, drawing_nothing, every) >= 13
-    plots = (tmp_path / "expected" / "run" / "report_files").iterdir()
-    assert {path.name for path in plots} == {"run1-loss.png", "run1-rates.png", ".DS_Store"}
 
 
 @pytest.mark.parametrize("every", [case(9, quick=True), case(1, quick=False)])

@@ -69,7 +69,7 @@ def byte_characters() -> dict[str, int]:
     """The byte of each character in the alphabet of byte-level vocabularies, as GPT-2's encoder
     has it: printable bytes are Latin-1, the others follow from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    shifted = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + number): byte for number, byte in enumerate(others)
+        chr(256 + number): byte for number, byte in enumerate(shifted)
     }

@@ -191,8 +191,8 @@ def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer):
     assert again.name == ("bytes" if tokenizer.name == "bytes" else "tokenizer.json")
     # tiktoken pickles an encoding that it knows by name as the name, others with their contents.
     pickled = pickle.loads(pickle.dumps(tokenizer))
-    for other in (again, pickled):
-        assert (other.sha256, other.end_of_text) == (tokenizer.sha256, tokenizer.end_of_text)
+    for copy in (again, pickled):
+        assert (copy.sha256, copy.end_of_text) == (tokenizer.sha256, tokenizer.end_of_text)
     assert pickled.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
 
 

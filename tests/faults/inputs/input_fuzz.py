@@ -163,18 +163,16 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         content = (pristine / name).read_bytes()
 
         def example(place: Path, changed: bytes) -> None:
-            run = _copy(pristine, place)
+            run = place / "run"
+            (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+            for small in SMALL_FILES:
+                shutil.copyfile(pristine / small, run / small)
             (run / name).write_bytes(changed)
-            _read(run)
+            with redirect_stdout(io.StringIO()):
+                report.show(run)
+            RunFolder(run).forget_after(2)
 
         return mutated(content), example
-
-    def rows(place: Path, changed: dict[str, Any]) -> None:
-        run = _copy(pristine, place)
-        text = "".join(json.dumps(row) + "\n" for row in (*ROWS, changed))
-        for name in ("metrics.jsonl", "telemetry.jsonl"):
-            (run / name).write_text(text)
-        _read(run)
 
     manifest = json.loads((pristine / "checkpoints" / NEWEST / "checkpoint.json").read_text())
     del manifest["sha256"]
@@ -199,40 +197,11 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
             model.plan(recipe, Hardware("cpu"), "auto")
 
     strategies = {name: lines(name) for name in SMALL_FILES}
-    strategies["rows"] = st.sampled_from(ROWS).flatmap(edited), rows
     strategies["manifests"] = edited(manifest), going_on
     return strategies
 
 
 SMALL_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml")
-_OPERAND = {"layer": "a", "operand": "input", "recipe": "delayed", "what_if": False, "scale": 2.0,
-            "format": "e4m3", "amax": 1.0, "headroom_bits": 1.0, "saturated": 0.0,
-            "underflow": 0.0, "nonfinite": 0.0, "sqnr_db": 30.0}  # fmt: skip
-ROWS: list[dict[str, Any]] = [
-    {"step": 1, "loss": 5.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0, "precision": "x"},
-    {"step": 2, "loss": 4.0, "lr": 0.1, "grad_norm": 1.0, "val_loss": 4.0, "step_ms": 3.0},
-    {"step": 2, "event": "rollback", "to_step": 1, "why": "it went wrong"},
-    {"step": 2, "event": "demote", "layer": "a", "operand": "b", "until_step": 9, "why": "c"},
-    {"step": 2, "event": "stop", "why": "b", "loss": None},
-    {"step": 2, "fp8_gemms": 1, "not_fp8": {"a": "b"}, "layers": 3, "fp8_layers": 2},
-    {"step": 1} | _OPERAND,
-    {"step": 2} | _OPERAND,
-]
-
-
-def _copy(pristine: Path, place: Path) -> Path:
-    """The small files of a run."""
-    run = place / "run"
-    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for name in SMALL_FILES:
-        shutil.copyfile(pristine / name, run / name)
-    return run
-
-
-def _read(run: Path) -> None:
-    with redirect_stdout(io.StringIO()):
-        report.show(run)
-    RunFolder(run).forget_after(2)
 
 
 def fuzz(place: Path, strategy: st.SearchStrategy[Any], example: Example, count: int) -> int:

@@ -131,7 +131,7 @@ def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, comman
 
 
 CONFIGS, DATA_FILES = input_fuzz.configs(), input_fuzz.data_files()
-RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "rows", "manifests")
+RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "manifests")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

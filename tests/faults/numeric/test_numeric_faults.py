@@ -186,19 +186,6 @@ def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place
     assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
 
 
-@pytest.mark.parametrize("place", ["history", "scale"])
-@pytest.mark.full
-def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place, tmp_path):
-    losses = []
-    for most in (0, INF):
-        fault = Fault(place=place, value=1e38, steps=range(5, 11), most=most)
-        run = spoilt(tmp_path, "delayed", [fault], steps=10)
-        assert [step for step, _ in events_of(run)] == (list(range(5, 11)) if most else [])
-        losses.append([row["loss"] for row in json_lines(run.folder.metrics) if "loss" in row])
-    assert fault.injected == 6
-    assert losses[0] == losses[1]
-
-
 def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
     run = spoilt(tmp_path, "fp16", [Fault(place="loss_scale", value=NAN, steps={5})], steps=8)
     rows = json_lines(run.folder.metrics)
