@@ -43,10 +43,7 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
 @pytest.mark.parametrize(
     ("files", "splits"),
     [
-        (
-            {"web_train_000002.bin": [3, 4], "web_train_000001.bin": [1, 2], "web_val_0.bin": [7]},
-            ([1, 2, 3, 4], [7]),
-        ),
+        ({"a_train_02.bin": [3], "a_train_01.bin": [1, 2], "a_val_0.bin": [7]}, ([1, 2, 3], [7])),
         ({"tiny_train.bin": [1, 2], "tiny_val.bin": [7]}, ([1, 2], [7])),
         # The end is held out if there is no validation file.
         ({f"a_train_{n}.bin": [n] * 3 for n in range(3)}, ([0, 0, 0, 1, 1, 1, 2, 2], [2])),
@@ -80,9 +77,7 @@ def _header(*fields: int) -> bytes:
     ("content", "phrase"),
     [
         (_header(20240520, 2, 4) + bytes(8), "is of version 2 of llm.c's format, and only 1"),
-        (_header(20240801, 1, 4) + bytes(16), "is of version 1 of llm.c's format, and only 7"),
         (_header(20240520, 1, 5) + bytes(8), "should hold 5 tokens by its header, 1034 bytes, and"),
-        (_header(20240801, 7, 4) + bytes(8), "should hold 4 tokens by its header, 1040 bytes"),
         (_header(20240520, 1, -4) + bytes(8), "should hold -4 tokens by its header"),
         (_header(20240520, 1, 4)[:100], "ends within llm.c's header of 1024 bytes"),
         (_header(20240522, 1, 4) + bytes(8), "holds llm.c's multiple-choice questions"),
@@ -98,8 +93,17 @@ def test_a_bad_header_of_llmc_is_named(tmp_path, content, phrase):
 SEQUENCES = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8, 9], [10]]]
 
 
-@pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
+@pytest.mark.parametrize(
+    ("dtype", "suffix"),
+    [
+        ("uint8", ""),
+        ("int8", ".idx"),
+        ("int16", ".bin"),
+        ("int32", ""),
+        ("int64", ""),
+        ("uint16", ""),
+    ],
+)
 def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, suffix):
     prefix = write_megatron(tmp_path / "web_text_document", SEQUENCES, dtype)
     train, val = load_corpora(f"{prefix}{suffix}", 256, held_out=0.3)
@@ -217,28 +221,17 @@ def _put(name: str, content: bytes | None) -> Change:
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
-        (_manifest("format", 2), "manifest.json is not a manifest of prepared data: format: "),
         (_manifest("dtype", "float32"), "manifest.json is not a manifest of prepared data: dtype"),
         (_manifest("splits.train.shards.0.tokens", 2**70), "splits.train.shards.0.tokens: "),
         (_manifest("splits.train.shards.0.file", "../a.bin"), "splits.train.shards.0.file: "),
         (_manifest("splits.train.shards", []), "holds no training data"),
         (_manifest("splits.train.shards.0.documents", 3), "train-00000.ends should hold the ends"),
-        (
-            _put("train-00000.bin", bytes(12)),
-            "train-00000.bin should hold 5 tokens by manifest.json, 10 bytes, and has 12 bytes",
-        ),
+        (_put("train-00000.bin", bytes(12)), "10 bytes, and has 12 bytes"),
         (_manifest("tokenizer.vocabulary", 300), "which has 300 tokens, and the model has 256"),
-        (
-            _put("manifest.json", None),
-            "has train-00000.ends and no manifest.json: `fp8stack prepare` did not finish",
-        ),
-        (_put("manifest.json", b"{"), "is not valid JSON"),
+        (_put("manifest.json", None), "and no manifest.json: `fp8stack prepare` did not finish"),
         (_put("manifest.json", b"[]"), "its whole: "),
         (_put("train-00000.ends", None), "train-00000.ends: No such file"),
-        (
-            _put("train-00000.ends", struct.pack("<2Q", 7, 5)),
-            "train-00000.ends: the last document ends at token 5 of 5, or one ends before it",
-        ),
+        (_put("train-00000.ends", struct.pack("<2Q", 7, 5)), "ends at token 5 of 5, or one ends"),
     ],
 )
 def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(tmp_path, change, phrase):
@@ -336,12 +329,6 @@ def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(tmp_path, m
     monkeypatch.setattr(parquet, "MOST_BYTES", 5000)
     refusal(path)
     assert read.call_count == 3
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1" + bytes(50)])
-def test_a_file_that_is_not_parquet_is_refused(tmp_path, content):
-    (tmp_path / "a.parquet").write_bytes(content)
-    assert "a.parquet as parquet" in refusal(tmp_path / "a.parquet")
 
 
 def test_without_pyarrow_the_remedy_is_named_and_kinds_of_files_are_not_mixed(

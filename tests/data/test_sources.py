@@ -26,7 +26,6 @@ from fp8stack.data import (
     corpus,
     load_corpora,
     texts,
-    tokenizer_of,
     validation_windows,
 )
 from tests.conftest import refusal as refused_by
@@ -131,17 +130,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, mapped_fr
     assert content == b"a" * 20 + b"\n" + b"b" * 20
 
 
-def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"\x01\x02" * 10)
-    train, val = load_corpora(str(path), GPT2)
-    assert train.window(0, 9).tolist() == [0x0201] * 9
-    assert (len(train), len(val)) == (9, 1)
-    assert train.segments[0].mapped
-    with pytest.raises(ValueError, match="read-only"):
-        train.segments[0].tokens[0] = 1
-
-
 def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
@@ -157,13 +145,6 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
 
 
 # Refusals while loading; more of them are in tests/faults/inputs/input_data.py
-
-
-@pytest.mark.parametrize("data", ["", "bad\0name", "two\nlines", "x" * 5000])
-def test_a_missing_path_is_named(data):
-    refused_by(tokenizer_of, data)
-    message = refusal(data)
-    assert ("No data at" in message and "--data" in message) or "Cannot read" in message
 
 
 @pytest.mark.parametrize(

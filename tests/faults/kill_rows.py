@@ -3,7 +3,6 @@
 What must come out is known without asking the product: a run like it that was left alone.
 """
 
-import itertools
 import os
 import random
 import re
@@ -55,7 +54,7 @@ def kills(
     """Runs that are killed once to three times and gone on with. Every second one of the recipes
     has dropout, so that the random state matters; every third is saved in the background."""
     rng, outcome, twins = random.Random(1), Outcome(), dict[str, Twin]()
-    for number in itertools.count():
+    for number in range(10 * count + 20):
         if outcome.injected >= count:
             break
         recipe = recipes[number % len(recipes)]
@@ -172,40 +171,18 @@ def signals(folder: Path, count: int) -> Outcome:
         place = (
             f"save:{rng.choice(in_saves).number}",
             f"backward:{rng.choice([6, 12, 18])}",  # an evaluation comes next
-            "",
+            f"step:1+{rng.uniform(0, 0.1):.3f}",
             f"{rng.choice(['step', 'forward', 'backward'])}:{rng.randint(1, 20)}",
         )[(number + number // 4) % 4]
-        run = twin.new()
-        if place:
-            fault = f"{name}@{place}"
-            wrong = _not_preempted(twin.go(run, fault), run)
-        else:
-            fault = f"{name} at a random time"
-            wrong = _signal_from_outside(twin, run, f"SIG{name.upper()}", rng)
+        run, fault = twin.new(), f"{name}@{place}"
+        ended = twin.go(run, fault)
+        wrong = _unexpected(ended, PREEMPTED)
+        if not wrong and ended.seconds > twin.seconds + SECONDS_TO_STOP:
+            wrong = f"took {ended.seconds:.1f} s"
+        if not wrong and last_step(run) != rows(run)[-1]["step"]:
+            wrong = f"stopped after {rows(run)[-1]['step']}, saved {last_step(run)}"
         outcome += judged([fault], wrong or twin.finish(run)[1])
     return outcome
-
-
-def _signal_from_outside(twin: Twin, run: Path, name: str, rng: random.Random) -> str:
-    """Signal a run some time after its first step."""
-    child = twin.start(run).children[0]
-    while child.is_alive and not rows(run):
-        time.sleep(0.002)
-    time.sleep(rng.uniform(0, 0.1))
-    child.signal(getattr(signal, name))
-    sent = time.monotonic()
-    return _not_preempted(child.wait(), run, time.monotonic() - sent)
-
-
-def _not_preempted(ended: Ended, run: Path, seconds: float | None = None) -> str:
-    """The problem of a run that was asked to stop, "" if none. `seconds`: what stopping took, if
-    known."""
-    if wrong := _unexpected(ended, PREEMPTED):
-        return wrong
-    if seconds is not None and seconds > SECONDS_TO_STOP:
-        return f"took {seconds:.1f} s to stop"
-    reached, saved = rows(run)[-1]["step"], checkpoints(run)[-1].name
-    return "" if saved == f"step-{reached:06d}" else f"stopped after {reached}, saved {saved}"
 
 
 # R4: no room on the disk

@@ -219,19 +219,14 @@ def test_a_bad_line_is_named(name, tmp_path, out):
 
 
 JSON_LINES = lines(documents(99))
-ROTTEN = bytearray(gzip.compress(JSON_LINES))
-ROTTEN[len(ROTTEN) // 2] ^= 0xFF
 BAD_FILES = {
     "cut.jsonl.gz": (gzip.compress(JSON_LINES)[:-9], "cut short or damaged"),
-    "rotten.txt.gz": (bytes(ROTTEN), "cut short or damaged"),
     "cut.jsonl.zst": (zstandard.compress(JSON_LINES)[:-5], "cut short or damaged"),
     "no.parquet": (b"PAR1" + bytes(99), "as parquet"),
     "short.csv": (b"n,text\n1,one\n2\n", "up to line 3 (a row has 1 fields"),
     "columns.csv": (b"n,texts\n1,one\n", "has no 'text'. Its fields: n, texts."),
-    "torn.json": (b'[\n {"text": "one"}\n', "is not JSON"),
     "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "row 2 has 2 where text should be"),
     "no.arrow": (b"ARROW1" + bytes(99), "Cannot read"),
-    "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary"),
     "empty.txt": (b"", "has no data"),
     "empty.jsonl": (lines(["", ""]), "There is no text in the inputs"),
 }
@@ -244,7 +239,6 @@ def test_a_bad_file_is_refused_by_name(name, tmp_path, out):
     message = refusal(path, out=out)
     assert phrase in message
     assert str(path) in message or "no text in the inputs" in message
-    assert "no text in the inputs" in refusal(path, out=out, train_bpe=300) or phrase in message
 
 
 def test_bad_rows_and_columns_are_named(tmp_path, out):
@@ -262,7 +256,6 @@ def test_bad_rows_and_columns_are_named(tmp_path, out):
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("{}/nothing", "has no data"),
         ("{}/nowhere", "No input"),
         ("{}/pipe", "is not a regular file"),
         ("hf:{}/nowhere", "Cannot read hf:"),
@@ -272,7 +265,6 @@ def test_bad_rows_and_columns_are_named(tmp_path, out):
 )
 def test_an_input_that_cannot_be_used_is_refused_by_name(name, phrase, tmp_path, out):
     written(tmp_path / "a.jsonl", lines(["a"]))
-    (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
     name = name.format(tmp_path)
     message = refusal(name, out=out)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fp8stack.common.errors import StorageError
 from fp8stack.data import load_corpora
 from fp8stack.data.prepare import pipeline, readers
 from fp8stack.data.prepare.shards import Writer
@@ -138,20 +135,3 @@ def test_a_command_that_is_stopped_says_so_and_goes_on(tmp_path):
     assert (running.returncode, printed) == (75, STOPPED)
     prepared(path, out=out, **options)
     assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_a_full_disk_ends_in_code_4_and_goes_on(tmp_path):
-    path = written(tmp_path / "a.jsonl", lines(documents(2000)))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        with pytest.raises(StorageError, match=r"the disk is full\. Make room there") as caught:
-            prepared(path, out=tmp_path / "out")
-        assert caught.value.exit_code == 4
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    prepared(path, out=tmp_path / "out")
-    prepared(path, out=tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

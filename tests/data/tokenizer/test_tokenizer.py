@@ -27,7 +27,6 @@ from fp8stack.data.tokenizer.gpt2 import merges_of
 from tests.conftest import refusal
 from tests.support.small_tokenizers import (
     CORPUS,
-    byte_characters,
     metaspace,
     small_encoding,
     trained,
@@ -76,6 +75,8 @@ def test_bytes_are_those_of_utf8_and_gpt2_encodes_as_tiktoken_does(gpt2):
         assert bytes_.encode(text) == list(text.encode())
     assert (gpt2.vocabulary, gpt2.end_of_text) == (encoding.n_vocab, encoding.eot_token)
     assert (bytes_.vocabulary, bytes_.end_of_text, bytes_.name) == (256, 255, "bytes")
+    with pytest.raises(ValueError, match="made of 3"):
+        merges_of({b"a": 0, b"b": 1, b"aba": 2})
 
 
 def test_a_special_token_in_a_text_is_ordinary_and_a_batch_is_its_texts_one_by_one(tokenizer):
@@ -196,21 +197,6 @@ def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer):
     assert pickled.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
 
 
-def test_merges_are_those_that_the_tokens_were_learned_by():
-    library = trained(600, special_tokens=[])
-    characters = byte_characters()
-    learned = [
-        tuple(bytes(characters[char] for char in token) for token in pair)
-        for pair in json.loads(library.to_str())["model"]["merges"]
-    ]
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for first, second in learned:
-        ranks[first + second] = len(ranks)
-    assert merges_of(ranks) == learned
-    with pytest.raises(ValueError, match="made of 3"):
-        merges_of({b"a": 0, b"b": 1, b"aba": 2})
-
-
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])
 def test_tokenizers_are_alike_if_their_added_tokens_are_too(kind):
     def added(token: str) -> Tokenizer:
@@ -296,12 +282,10 @@ def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
     assert "saved." in message
 
 
-def changed(**changes: object) -> str:
-    """A tokenizer.json with other values for some keys."""
-    return json.dumps(json.loads(trained().to_str()) | changes)
-
-
 def test_what_the_library_panics_at_is_one_line(capfd):
+    def changed(**changes: object) -> str:
+        return json.dumps(json.loads(trained().to_str()) | changes)
+
     replace = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
     words = {"type": "WordLevel", "vocab": {"a" * 100 + "b": 0}, "unk_token": "x"}
     for content in (changed(normalizer=replace), changed(model=words | {"vocab": {"a": 0}})):

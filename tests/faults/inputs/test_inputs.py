@@ -1,21 +1,15 @@
 """Bad, forged or changing input: the error names it, and the good checkpoints are used."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import fp8stack
 from fp8stack.common.errors import NoUsableCheckpoint
-from fp8stack.training import loop
 from fp8stack.training.checkpoint import reader
-from tests.conftest import TINY, metrics
-from tests.faults.bounded import command as in_child
 from tests.faults.inputs import input_data, input_fuzz
 from tests.faults.inputs.input_corruptions import CORRUPTIONS, NEWEST, OF_RUNS, OLDER, problem
-from tests.faults.processes import last_step
 from tests.support.small_loop import changed
 
 # Children are forked, and threads are not.
@@ -73,25 +67,11 @@ def test_a_run_without_run_toml_goes_on_by_its_path_too(run, command, capsys):
     assert "steps = 5" in (run / "run.toml").read_text()
 
 
-def test_a_renamed_checkpoint_gives_its_weights(run):
-    (run / "checkpoints" / OLDER).rename(run / "best")
-    assert isinstance(fp8stack.load(run / "best"), fp8stack.GPT)
-
-
 def test_a_checkpoint_in_the_place_of_another_is_named(run):
     for path in (run / "checkpoints" / OLDER, run / "checkpoints" / "step-000009"):
         shutil.copytree(run / "checkpoints" / NEWEST, path, dirs_exist_ok=True)
     with pytest.warns(UserWarning, match="step-000009 cannot be used: it is of step 4"):
         fp8stack.load(run)
-
-
-def test_a_file_that_is_far_too_large_is_not_read(run):
-    weights = run / "checkpoints" / NEWEST / "model.safetensors"
-    with weights.open("r+b") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
-    ended = in_child(["pretrain", "--resume", "auto", "--out", str(run)], run.parent)
-    assert ended.code == 0, ended.stderr
-    assert f"{NEWEST}/model.safetensors is damaged: it has {2**40} bytes" in ended.stdout
 
 
 # Data
@@ -103,28 +83,6 @@ def test_a_file_that_is_far_too_large_is_not_read(run):
 )
 def test_the_file_and_the_place_are_named(fault, workers, tmp_path):
     assert input_data.problem(tmp_path, fault, workers) == ""
-
-
-def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, command, monkeypatch):
-    path = input_data.good(tmp_path / "a.bin")
-    advance = loop._Loop.advance
-
-    def then_shrink(self: loop._Loop, step: int, tokens_BT: torch.Tensor) -> None:
-        advance(self, step, tokens_BT)
-        if step == 6:
-            os.truncate(path, 100)
-
-    words = ["--data", "a.bin", "--recipe", "fp32", "--set", "model_overrides.vocabulary=300"]
-    with monkeypatch.context() as shrinking:
-        shrinking.setattr(loop._Loop, "advance", then_shrink)
-        ended = in_child(["pretrain", "--out", "r", *TINY, *words], tmp_path)
-    assert (ended.code, ended.is_one_line) == (2, True), ended.stderr
-    assert "a.bin shrank while in use" in ended.stderr
-    assert [row["step"] for row in metrics(tmp_path / "r")] == [1, 2, 3, 4, 5, 6]
-    assert last_step(tmp_path / "r") == 6
-    input_data.good(path)
-    assert command("pretrain", "--resume", "r") == 0
-    assert metrics(tmp_path / "r")[-1]["step"] == 12
 
 
 # Files that nobody would write; the long form is `python -m bench reliability`
