@@ -116,6 +116,7 @@ def test_a_signal_while_training_is_imported_is_heeded_at_once(number, tmp_path)
 LISTING = "from fp8stack.analysis.report import listing; models = listing.models\n"
 
 
+@pytest.mark.full
 def test_ctrl_c_during_a_commands_work_is_one_line_or_ignored_as_it_was(tmp_path):
     work = f"{LISTING}listing.models = lambda: os.kill(os.getpid(), signal.SIGINT) or models()"
     assert ended(tmp_path, "list", "models", work=work) == (130, "", "fp8stack: Interrupted.\n")
@@ -124,6 +125,7 @@ def test_ctrl_c_during_a_commands_work_is_one_line_or_ignored_as_it_was(tmp_path
     assert (code, "gpt-nano" in printed) == (0, True)
 
 
+@pytest.mark.full
 def test_a_warning_and_a_traceback_of_another_library_are_escaped(tmp_path):
     text = r"'Glyph \x1b[2J missing'"
     work = f"{LISTING}listing.models = lambda: warnings.warn({text}) or {{}}[{text}]"

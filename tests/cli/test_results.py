@@ -62,6 +62,7 @@ def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys):
     assert "fp8stack pretrain --resume runs/a" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(
     command, capsys, tmp_path, undrawn
 ):

@@ -113,6 +113,7 @@ def test_without_huggingface_hub_a_line_says_what_to_install(monkeypatch):
     assert refusal(find_source, "hf:a/b") == message
 
 
+@pytest.mark.full
 def test_a_process_that_has_not_used_huggingface_hub_before_may_push():
     code = "from fp8stack.common import hub; hub.require_pushable('a/b')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -73,6 +73,7 @@ def test_cells_of_tables_are_escaped_before_they_are_aligned():
         assert all(line.isprintable() for line in lines)
 
 
+@pytest.mark.full
 def test_only_the_terminals_own_files_print():
     """`print` is refused by ruff."""
     for path in SOURCE.rglob("*.py"):

@@ -104,6 +104,7 @@ def test_the_readme_shows_every_command_and_the_changelog_the_version():
     assert checks == set(re.findall(r"^\t\.ci/check (\w+)$", _text("Makefile"), re.M))
 
 
+@pytest.mark.full
 def test_every_capability_is_shown_by_tests_and_the_page_is_the_one_that_they_give():
     assert capabilities.marked().keys() == capabilities.CAPABILITIES.keys()
     assert _text("docs/capabilities.md") == capabilities.page(), "python -m tests.capabilities"
@@ -177,6 +178,7 @@ def test_every_module_that_the_list_of_rooms_names_is_there():
     assert missing == []
 
 
+@pytest.mark.full
 def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

@@ -18,6 +18,8 @@ from fp8stack.data.prepared import prepared_segments
 from tests.faults.processes import Change, run_ranks, unchanged
 from tests.support.cases import case
 
+pytestmark = pytest.mark.full
+
 
 def kill_at_each(
     words: Sequence[str],
@@ -55,7 +57,6 @@ def entries(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("every", [case(9, quick=True), case(1, quick=False)])
-@pytest.mark.full
 def test_a_killed_prepare_leaves_a_whole_folder_or_none_and_the_next_one_sweeps(every, tmp_path):
     before = tmp_path / "before"
     before.mkdir()
@@ -92,7 +93,6 @@ def without_exchange(rank: int) -> Iterator[None]:
         case(without_exchange, 1, quick=False),
     ],
 )
-@pytest.mark.full
 def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweeps(
     change, every, pristine, tmp_path
 ):

@@ -11,6 +11,8 @@ from tests.faults.numeric import numeric_rows
 from tests.faults.processes import checkpoints
 from tests.faults.twins import Twin
 
+pytestmark = pytest.mark.full
+
 CASES: dict[str, Case] = kill_rows.CASES | rank_rows.CASES | numeric_rows.CASES
 QUICK = {"R1": 3, "R2": 3, "R3": 4, "R4": 3, "R10": 5, "R12": 1, "R13": 2}
 SLOW = {row: CASES[row].short for row in (*QUICK, "R14")} | {
@@ -22,7 +24,6 @@ SLOW = {row: CASES[row].short for row in (*QUICK, "R14")} | {
     ("row", "count"),
     [*QUICK.items(), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW.items())],
 )
-@pytest.mark.full
 def test_faults_of_every_kind_are_survived(row, count, tmp_path):
     outcome = CASES[row].run(tmp_path, count)
     assert outcome.lost == ()

@@ -152,6 +152,7 @@ def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_eve
         assert rungs[0]["why"].startswith("14 of 27 steps were bad: the loss is nan")
 
 
+@pytest.mark.full
 def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
     keys = {"guard": {"patience": 2}, "save_every": 8}
     run = spoilt(tmp_path, "fp32", [alternating("loss")], steps=20, **keys)
