@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from fp8stack.data import (
-    Corpus,
     Mixture,
     StepBatches,
     absolute,
-    describe,
     load_corpora,
     tokenizer_of,
     validation_windows,
@@ -174,13 +172,3 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monke
         message = refusal(load_corpora, data, 256)
         assert "cannot be mixed" in message
         assert phrase in message
-
-
-def test_describe_gives_a_sentence_for_each_source_of_a_mixture(mixed):
-    train: Corpus = load_corpora(mixed, 256)[0]
-    sentences = describe(train, batch=64, context=8, steps=100, order="epochs")
-    assert len(sentences) == 3
-    assert sentences[0] == (
-        "1.bin (training part): 1,800 tokens, 50.00% of the rows, 224 windows of 8 an epoch, "
-        "14.29 epochs in 100 steps"
-    )
