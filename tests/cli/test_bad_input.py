@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +19,7 @@ from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe_file import load_recipe
 from fp8stack.trained import generate as trained_generate
 from fp8stack.trained.generate import GenerationOptions
-from fp8stack.training.memory_check import Footprint
-from tests.conftest import TINY, refusal
+from tests.conftest import TINY
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
 
 BAD = bad_input()
@@ -55,17 +53,6 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
         assert "step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])
-def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path):
-    setting = f"{key}.{'a.' * 3000}a=1"
-    (tmp_path / "run.toml").write_text(setting)
-    arguments: Any
-    for arguments in ((None, {}, [setting]), (str(tmp_path / "run.toml"), {})):
-        message = refusal(parse_config, *arguments)
-        assert key in message
-        assert len(message) < 500
-
-
 def test_the_byte_order_mark_of_a_prompt_file_is_no_part_of_the_prompt(
     command, tmp_path, monkeypatch
 ):
@@ -87,13 +74,6 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     assert recipe.exclude == ("*.mlp.down",)
 
 
-@pytest.mark.full
-def test_memory_is_in_gib(command, capsys, monkeypatch):
-    monkeypatch.setattr(Footprint, "largest", lambda *arguments: 1)
-    assert command("estimate", "--memory", "1.5", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["memory"] == 3 * 2**29
-
-
 def test_usual_flags_of_training_and_a_bare_resume_are_taken(command, tmp_path):
     flags = ["--learning-rate", "0.002", "--warmup-steps", "3", "--weight-decay", "0.2"]
     tiny = [*TINY, "--recipe", "fp32", "--steps", "1"]
@@ -106,7 +86,7 @@ def test_usual_flags_of_training_and_a_bare_resume_are_taken(command, tmp_path):
 
 
 @pytest.mark.capability("A1")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.builds(
         RunConfig,
@@ -130,12 +110,8 @@ def test_a_configuration_survives_its_own_file(config):
 
 
 def test_doctor_answers_in_json_for_any_machine(command, capsys):
-    def answer(*words: str) -> dict[str, Any]:
-        assert command("doctor", "--json", "--capability", *words) == 0
-        answered: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return answered
-
-    ampere = answer("8.0")
+    assert command("doctor", "--json", "--capability", "8.0") == 0
+    ampere = json.loads(capsys.readouterr().out)
     delayed = ampere["recipes"]["delayed"]
     assert ampere["hardware"]["capability"] == "8.0"
     outcome = (delayed["recipe"], delayed["compute_dtype"], delayed["native"])
@@ -143,10 +119,6 @@ def test_doctor_answers_in_json_for_any_machine(command, capsys):
     assert "8.9" in delayed["reasons"][0]
     assert ampere["recipes"]["auto"]["recipe"] == "bf16"
     assert ampere["formats"]["e4m3"]["max"] == 448
-    hopper = answer("9.0", "--no-te")
-    delayed = hopper["recipes"]["delayed"]
-    assert (hopper["hardware"]["has_te"], hopper["hardware"]["te_problem"]) == (False, "")
-    assert (delayed["backend"], delayed["native"], delayed["reasons"]) == ("torch", True, [])
 
 
 @pytest.mark.capability("B1")
@@ -164,14 +136,8 @@ TO_ADD_TE = f"Transformer Engine is optional; to add it: {TE_REMEDY}"
     ("flags", "printed", "not_printed"),
     [
         ("8.9 --no-te", [TO_ADD_TE], []),
-        ("12.0 --no-te", [TO_ADD_TE], []),
         ("8.6 --no-te", [], [TO_ADD_TE]),
-        ("none --no-te", [], [TO_ADD_TE]),
-        (
-            "9.0",
-            ["rowwise_wgrad_hp: wgrad in high precision"],
-            [TO_ADD_TE, "nvfp4_forward_high: fprop in high precision"],
-        ),
+        ("9.0", ["rowwise_wgrad_hp: wgrad in high precision"], [TO_ADD_TE]),
         ("10.0", ["nvfp4_forward_high: fprop in high precision"], [TO_ADD_TE]),
         ("10.0 --no-te", [rf"block: .*{re.escape(TE_REMEDY)}"], []),
     ],
@@ -187,7 +153,7 @@ def test_doctor_prints_a_reason_or_remedy_as_one_line_where_it_is_of_use(
         assert len(matching) == (pattern in printed), pattern
 
 
-@pytest.mark.parametrize("width", [40, 80, 400])
+@pytest.mark.parametrize("width", [40, 80])
 def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     problem = "importing Transformer Engine 2.20.0 failed (x [red]y): pip install 'te[pytorch]'"
     hardware = Hardware(

@@ -109,12 +109,9 @@ def test_a_folder_is_replaced_with_all_that_it_holds(folder):
         assert names(folder) == ["old"]
     assert contents(folder.parent) == {"x/new": b"new"}
     assert names(folder.parent) == ["x"]
-
-
-def test_a_folder_that_is_not_there_is_made_with_its_parents(tmp_path):
-    with replacing(tmp_path / "a" / "b" / "x") as fresh:
+    with replacing(folder.parent / "a" / "b") as fresh:  # which is not there
         (fresh / "new").write_text("new")
-    assert contents(tmp_path) == {"a/b/x/new": b"new"}
+    assert contents(folder.parent / "a") == {"b/new": b"new"}
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space"), KeyboardInterrupt()])
@@ -128,16 +125,6 @@ def test_after_an_error_a_folder_is_as_before(folder, error):
         fail()
     assert contents(folder.parent) == {"x/old": b"old"}
     assert names(folder.parent) == ["x"]
-
-
-def test_folders_are_exchanged_in_one_step_on_linux(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    if not io._exchange(tmp_path / "a", tmp_path / "b"):
-        pytest.skip("this file system cannot")
-    assert sorted(contents(tmp_path)) == ["a/b", "b/a"]
-    assert not io._exchange(tmp_path / "a", tmp_path / "nowhere")
 
 
 def test_a_folder_between_two_renames_comes_back_and_others_are_removed(tmp_path):
@@ -171,9 +158,6 @@ HUNDRED_KB = 50_000
 DEEP_TOML = {
     "a dotted key": ".".join("a" * HUNDRED_KB) + " = 1",
     "a dotted header": f"[{'.'.join('a' * HUNDRED_KB)}]",
-    "a dotted header of an array": f"[[ {' . '.join('a' * HUNDRED_KB)} ]]",
-    "a quoted key": ".".join(['"a.b"'] * (HUNDRED_KB // 5)) + " = 1",
-    "an inline table": "x = {y = 1, " + ".".join("a" * HUNDRED_KB) + " = 1}",
     "inline tables": "x = " + "{a = " * HUNDRED_KB,
     "arrays that Python can take": "x = " + "[" * 100 + "]" * 100,
     "headers that build on each other": "".join(
@@ -204,9 +188,7 @@ def test_text_of_the_most_levels_or_very_wide_is_read():
     assert parse_toml(f'x = "{dots}"\ny = 1.5', "x") == {"x": dots, "y": 1.5}
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900, '{"a":' * 65 + "1" + "}" * 65]
-)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 65 + "1" + "}" * 65])
 def test_deep_json_is_refused_in_one_line(text):
     for content in (text, text.encode()):
         message = refusal(parse_json, content, "my.json")
@@ -214,7 +196,7 @@ def test_deep_json_is_refused_in_one_line(text):
         assert "nested too deeply" in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "nonsense", "9" * 5000, b"\xff\xfe", b"\x00"])
+@pytest.mark.parametrize("text", ["", "nonsense", "9" * 5000, b"\xff\xfe"])
 def test_what_is_no_json_is_named(text):
     assert refusal(parse_json, text, "my.json").startswith("my.json is not valid JSON: ")
 

@@ -12,16 +12,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from fp8stack.common.errors import UserError
 from fp8stack.data import Corpus, StepBatches, load_corpora, parquet, tokenizer_of
-from fp8stack.data.tokenizer import load_tokenizer, tokenizer_from_json
+from fp8stack.data.tokenizer import load_tokenizer
 from tests.conftest import refusal as refused_by
 from tests.data.test_sources import refusal
-from tests.data.tokenizer.test_tokenizer import of_characters
 from tests.support.data_writers import write_llmc, write_megatron, write_prepared
 
 Change = Callable[[Path], object]
@@ -47,10 +43,7 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
 @pytest.mark.parametrize(
     ("files", "splits"),
     [
-        (
-            {"web_train_000002.bin": [3, 4], "web_train_000001.bin": [1, 2], "web_val_0.bin": [7]},
-            ([1, 2, 3, 4], [7]),
-        ),
+        ({"a_train_02.bin": [3], "a_train_01.bin": [1, 2], "a_val_0.bin": [7]}, ([1, 2, 3], [7])),
         ({"tiny_train.bin": [1, 2], "tiny_val.bin": [7]}, ([1, 2], [7])),
         # The end is held out if there is no validation file.
         ({f"a_train_{n}.bin": [n] * 3 for n in range(3)}, ([0, 0, 0, 1, 1, 1, 2, 2], [2])),
@@ -67,17 +60,7 @@ def test_files_named_as_llmc_does_are_its_splits(tmp_path, files, splits):
         assert "b.bin is beside files that are named as training and val" in refusal(tmp_path)
 
 
-def test_headerless_files_of_those_names_are_joined_as_ever(tmp_path):
-    for name in ("a_train_0.bin", "a_val_0.bin"):
-        np.arange(10, dtype="<u2").tofile(tmp_path / name)
-    assert [len(split) for split in load_corpora(str(tmp_path), 300)] == [18, 2]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [("a.bin", "b.bin"), ("train.bin", "val.bin"), ("a_train_0.bin", "a_val_0.bin")],
-    ids=["a folder", "a pair", "llm.c's names"],
-)
+@pytest.mark.parametrize("names", [("a.bin", "b.bin"), ("train.bin", "val.bin")])
 def test_llmc_files_of_two_tokenizers_are_not_joined(tmp_path, names):
     first, second = (tmp_path / name for name in names)
     write_llmc(first, [1] * 9)
@@ -94,12 +77,8 @@ def _header(*fields: int) -> bytes:
     ("content", "phrase"),
     [
         (_header(20240520, 2, 4) + bytes(8), "is of version 2 of llm.c's format, and only 1"),
-        (_header(20240801, 1, 4) + bytes(16), "is of version 1 of llm.c's format, and only 7"),
         (_header(20240520, 1, 5) + bytes(8), "should hold 5 tokens by its header, 1034 bytes, and"),
-        (_header(20240520, 1, 4) + bytes(9), "should hold 4 tokens by its header"),
-        (_header(20240801, 7, 4) + bytes(8), "should hold 4 tokens by its header, 1040 bytes"),
         (_header(20240520, 1, -4) + bytes(8), "should hold -4 tokens by its header"),
-        (_header(20240520, 1, 0), "should hold 0 tokens by its header"),
         (_header(20240520, 1, 4)[:100], "ends within llm.c's header of 1024 bytes"),
         (_header(20240522, 1, 4) + bytes(8), "holds llm.c's multiple-choice questions"),
     ],
@@ -114,8 +93,17 @@ def test_a_bad_header_of_llmc_is_named(tmp_path, content, phrase):
 SEQUENCES = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8, 9], [10]]]
 
 
-@pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
+@pytest.mark.parametrize(
+    ("dtype", "suffix"),
+    [
+        ("uint8", ""),
+        ("int8", ".idx"),
+        ("int16", ".bin"),
+        ("int32", ""),
+        ("int64", ""),
+        ("uint16", ""),
+    ],
+)
 def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, suffix):
     prefix = write_megatron(tmp_path / "web_text_document", SEQUENCES, dtype)
     train, val = load_corpora(f"{prefix}{suffix}", 256, held_out=0.3)
@@ -123,24 +111,6 @@ def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, s
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 0, 1, 1, 2]
     assert val.documents(0, val.window(0, 3)).tolist() == [0, 0, 0]
     assert train.segments[0].mapped
-
-
-def test_a_megatron_pair_may_have_its_suffixes_in_capitals(tmp_path):
-    prefix = write_megatron(tmp_path / "web", SEQUENCES)
-    for suffix in (".bin", ".idx"):
-        Path(f"{prefix}{suffix}").rename(f"{prefix}{suffix.upper()}")
-    for data in (f"{prefix}.IDX", f"{prefix}.BIN", str(tmp_path)):
-        splits = load_corpora(data, 256, held_out=0.3)
-        assert everything(splits) == list(range(1, 11))
-        assert all(split.has_documents for split in splits)
-
-
-def test_a_folder_of_megatron_pairs_is_joined(tmp_path):
-    write_megatron(tmp_path / "b", [[[3]]])
-    write_megatron(tmp_path / "a", [[[1], [2]]])
-    splits = load_corpora(str(tmp_path), 256, held_out=0.01)
-    assert everything(splits) == [1, 2, 3]
-    assert splits[0].documents(0, splits[0].window(0, 3)).tolist() == [0, 0, 1]
 
 
 def test_a_bad_token_is_named_with_its_offset_in_the_file(tmp_path):
@@ -177,19 +147,12 @@ LENGTHS, POSITIONS, DOCUMENTS = 34, 34 + 6 * 4, 34 + 6 * 12
         (_patched(9, struct.pack("<Q", 2)), "a.idx is of version 2"),
         (_patched(17, b"\7"), "a.idx says that its tokens are float32 (code 7)"),
         (_patched(17, b"\x99"), "a.idx says that its tokens are an unknown type (code 153)"),
-        (_patched(17, b"\4"), "a.idx: sequence 1 does not begin"),
-        (_patched(18, struct.pack("<Q", 2**61)), "a.idx should have "),
         (_patched(18, struct.pack("<Q", 0)), "a.idx has no sequences"),
-        (_patched(26, struct.pack("<Q", 5)), "a.idx should have 146 bytes"),
         (lambda index: index.write_bytes(index.read_bytes()[:-3]), "a.idx should have 138 bytes"),
         (lambda index: index.write_bytes(index.read_bytes() + bytes(6)), "of multimodal data"),
         (_patched(LENGTHS, struct.pack("<i", -1)), "a.idx: sequence 0 does not begin"),
-        (_patched(POSITIONS, struct.pack("<q", 2)), "a.idx: sequence 0 does not begin"),
         (_patched(POSITIONS + 16, struct.pack("<q", -8)), "a.idx: sequence 2 does not begin"),
-        (_patched(DOCUMENTS, struct.pack("<q", 1)), "a.idx: its documents do not go"),
         (_patched(DOCUMENTS + 8, struct.pack("<q", 9)), "a.idx: its documents do not go"),
-        (_patched(DOCUMENTS + 24, struct.pack("<q", 5)), "a.idx: its documents do not go"),
-        (lambda index: index.with_suffix(".bin").write_bytes(bytes(19)), "a.bin should hold 10"),
         (lambda index: index.with_suffix(".bin").write_bytes(bytes(22)), "and has 22 bytes"),
         (lambda index: index.with_suffix(".bin").unlink(), "a.bin is missing"),
     ],
@@ -258,39 +221,17 @@ def _put(name: str, content: bytes | None) -> Change:
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
-        (_manifest("format", 2), "manifest.json is not a manifest of prepared data: format: "),
         (_manifest("dtype", "float32"), "manifest.json is not a manifest of prepared data: dtype"),
-        (_manifest("splits.train.shards.0.tokens", "5"), "splits.train.shards.0.tokens: "),
         (_manifest("splits.train.shards.0.tokens", 2**70), "splits.train.shards.0.tokens: "),
         (_manifest("splits.train.shards.0.file", "../a.bin"), "splits.train.shards.0.file: "),
-        (_manifest("splits.train.shards.0.file", "/etc/a.bin"), "splits.train.shards.0.file: "),
         (_manifest("splits.train.shards", []), "holds no training data"),
-        (_manifest("splits.train.shards.0.tokens", 6), "train-00000.bin should hold 6 tokens"),
         (_manifest("splits.train.shards.0.documents", 3), "train-00000.ends should hold the ends"),
-        (_manifest("splits.train.shards.0.documents", 1), "train-00000.ends should hold the ends"),
-        (
-            _put("train-00000.bin", bytes(12)),
-            "train-00000.bin should hold 5 tokens by manifest.json, 10 bytes, and has 12 bytes",
-        ),
+        (_put("train-00000.bin", bytes(12)), "10 bytes, and has 12 bytes"),
         (_manifest("tokenizer.vocabulary", 300), "which has 300 tokens, and the model has 256"),
-        (
-            _put("manifest.json", None),
-            "has train-00000.ends and no manifest.json: `fp8stack prepare` did not finish",
-        ),
-        (_put("manifest.json", b"{"), "is not valid JSON"),
-        (_put("manifest.json", b"[" * 99_999), "is nested too deeply"),
+        (_put("manifest.json", None), "and no manifest.json: `fp8stack prepare` did not finish"),
         (_put("manifest.json", b"[]"), "its whole: "),
-        (_put("manifest.json", b"\xff\xfe"), "it is not UTF-8 text"),
-        (_put("train-00000.bin", None), "train-00000.bin: No such file"),
         (_put("train-00000.ends", None), "train-00000.ends: No such file"),
-        (
-            _put("train-00000.ends", struct.pack("<2Q", 3, 4)),
-            "train-00000.ends: the last document ends at token 4 of 5",
-        ),
-        (
-            _put("train-00000.ends", struct.pack("<2Q", 7, 5)),
-            "train-00000.ends: the last document ends at token 5 of 5, or one ends before it",
-        ),
+        (_put("train-00000.ends", struct.pack("<2Q", 7, 5)), "ends at token 5 of 5, or one ends"),
     ],
 )
 def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(tmp_path, change, phrase):
@@ -327,13 +268,18 @@ TEXTS = ["Grüße", "", None, "second\nline", "third"]
 
 
 def write_parquet(path: Path, table: dict[str, object], **options: object) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
     pyarrow.parquet.write_table(pyarrow.table(table), path, **options)
     return path
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-@pytest.mark.parametrize("rows", [1, 2, 100])
+@pytest.mark.parametrize("rows", [2, 100])
 def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(tmp_path, kind, rows):
+    import pyarrow
+
     column = pyarrow.array(TEXTS)
     if kind == "dictionary":
         column = column.dictionary_encode()
@@ -359,9 +305,7 @@ def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined
     [
         ({"n": [1], "tokens": [[1, 2]]}, "has no column of text, only n, tokens."),
         ({"a": ["x"], "b": ["y"]}, "has several columns of text (a, b) and"),
-        ({"a\nb": [1]}, r"has no column of text, only a\nb."),
         ({"text": ["", None]}, "has no text in its column 'text'"),
-        ({"text": pyarrow.array([], pyarrow.string())}, "has no text in its column 'text'"),
     ],
 )
 def test_a_parquet_file_without_a_text_is_refused(tmp_path, table, phrase):
@@ -387,30 +331,6 @@ def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(tmp_path, m
     assert read.call_count == 3
 
 
-def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", {"text": ["some", "text"] * 50})
-    good = path.read_bytes()
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        size = random.integers(1, len(good) + 1) if random.random() < 0.3 else len(good)
-        bad = bytearray(good[:size])
-        for _ in range(3):
-            bad[random.integers(size)] = random.integers(256)
-        path.write_bytes(bad)
-        message = "none"
-        try:
-            load_corpora(str(path), 256)
-        except UserError as error:
-            message = str(error)
-        assert len(message.splitlines()) == 1
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(50), bytes(range(256))])
-def test_a_file_that_is_not_parquet_is_refused(tmp_path, content):
-    (tmp_path / "a.parquet").write_bytes(content)
-    assert "a.parquet as parquet" in refusal(tmp_path / "a.parquet")
-
-
 def test_without_pyarrow_the_remedy_is_named_and_kinds_of_files_are_not_mixed(
     tmp_path, monkeypatch
 ):
@@ -433,22 +353,8 @@ def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_ar
         assert tokenizer.sha256 == load_tokenizer("bytes").sha256
     prefix = write_megatron(tmp_path / "t" / "a", [[[1, 2]]])
     bin_file = write_llmc(tmp_path / "t" / "b.bin", [1])
-    for path in (prefix, f"{prefix}.idx", f"{prefix}.bin", bin_file, tmp_path / "t"):
+    for path in (prefix, f"{prefix}.idx", bin_file, tmp_path / "t"):
         assert tokenizer_of(str(path)) is None
-
-
-def test_text_of_a_tokenizer_with_few_tokens_needs_no_vocabulary_for_bytes(tmp_path):
-    text, table = tmp_path / "in" / "a.txt", tmp_path / "a.parquet"
-    text.parent.mkdir()
-    text.write_text("abba" * 5)
-    write_parquet(table, {"text": ["abba" * 5]})
-    few = tokenizer_from_json(of_characters("ab"))
-    for data in (text, text.parent, table):
-        splits = load_corpora(str(data), 2, texts=few)
-        assert everything(splits) == [0, 1, 1, 0] * 5
-        for texts in (None, load_tokenizer("bytes")):
-            message = refusal(data, 2, texts=texts)
-            assert "do not fit a vocabulary of 2" in message
 
 
 def test_a_prepared_folder_brings_its_tokenizer_and_another_is_refused(tmp_path):

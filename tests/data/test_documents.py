@@ -31,10 +31,6 @@ def as_llmc(folder: Path) -> str:
 
 
 def as_megatron(folder: Path) -> str:
-    return str(write_megatron(folder / "a", [[document] for document in documents()]))
-
-
-def as_megatron_of_many_sequences(folder: Path) -> str:
     # Two sequences a document, the second of them possibly empty.
     return str(
         write_megatron(folder / "a", [[document[:2], document[2:]] for document in documents()])
@@ -52,7 +48,7 @@ def as_nanogpt(folder: Path) -> str:
     return str(folder)
 
 
-FORMATS = [as_llmc, as_megatron, as_megatron_of_many_sequences, as_prepared, as_nanogpt]
+FORMATS = [as_llmc, as_megatron, as_prepared, as_nanogpt]
 
 
 def load(data: str) -> tuple[Corpus, Corpus]:
@@ -81,7 +77,7 @@ def test_every_window_knows_the_document_of_each_token(form, tmp_path):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("order", ["random", "epochs"])
 def test_batches_hold_tokens_and_documents(form, order, tmp_path):
-    train, _ = load(form(tmp_path))
+    train, val = load(form(tmp_path))
     usual = partial(StepBatches, train, batch=6, context=10, seed=3, vocabulary=60_000, order=order)
     plain, batches = usual(), usual(documents=True)
     for step in range(1, 4):
@@ -91,6 +87,9 @@ def test_batches_hold_tokens_and_documents(form, order, tmp_path):
         assert torch.equal(batch[:, 0], plain[step])
         starts = batches._starts(step).tolist()
         assert batch[:, 1].tolist() == [expected(start, 11) for start in starts]
+    windows = validation_windows(val, count=2, context=6, vocabulary=60_000, documents=True)
+    first, last = sum(LENGTHS) - len(val), sum(LENGTHS) - 7
+    assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -107,17 +106,6 @@ def test_corpora_reach_workers_as_paths(form, tmp_path):
     assert again.documents(5, window).tolist() == expected(5, 40)
 
 
-def test_validation_windows_hold_documents_too(tmp_path):
-    _, val = load(as_prepared(tmp_path))
-    usual = partial(validation_windows, val, count=2, context=6, vocabulary=256)
-    windows = usual(documents=True)
-    assert windows.shape == (2, 2, 7)
-    assert torch.equal(windows[:, 0], usual())
-    first = sum(LENGTHS) - len(val)
-    last = sum(LENGTHS) - 7
-    assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]
-
-
 def test_a_mixture_has_the_documents_of_its_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     as_llmc(tmp_path)
@@ -132,17 +120,10 @@ def test_a_mixture_has_the_documents_of_its_sources(tmp_path, monkeypatch):
         assert row[1].tolist() == expected(start % length, 9)
 
 
-def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path):
-    """llm.c's end-of-text is GPT-2's, also where another tokenizer is named."""
-    path = as_llmc(tmp_path)
-    train, _ = load_corpora(path, 60_000, end_of_text=3)
-    assert train.documents(0, train.window(0, 12)).tolist() == expected(0, 12)
-
-
 def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 99)
     np.arange(99, dtype="<u2").tofile(tmp_path / "b.bin")
-    # Text has no documents even if its tokenizer has an end token.
+    # Text has no documents even if its tokenizer has an end token, and llm.c's files have theirs.
     assert not load_corpora(str(tmp_path / "a.txt"), 256, end_of_text=255)[0].has_documents
     for data, phrase in (
         (None, "does not say where its documents end"),

@@ -40,22 +40,18 @@ def test_a_size_alone_is_a_vocabulary(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        pickle.dumps(Runs()),
         pickle.dumps(META | {"more": Runs()}),
         pickle.dumps(META | {"more": [1]}),
         pickle.dumps({"vocab_size": 3, "itos": {9: "a"}}),
-        pickle.dumps({"vocab_size": "3"}),
         pickle.dumps({"vocab_size": 0}),
-        pickle.dumps({"itos": {}}),
         pickle.dumps("text"),
         pickle.dumps(META)[:-9],
         b"no pickle",
-        b"",
         b"s.",
         b"(.",
         b"h\x05.",
     ],
-    ids=range(14),
+    ids=range(10),
 )
 def test_anything_else_is_refused_by_name_and_nothing_runs(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -30,22 +29,14 @@ def starts(batches: StepBatches, rows: int) -> list[int]:
     return torch.cat([batches[step][:, 0] for step in steps]).tolist()[:rows]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097])
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 64, 1000, 4097])
 def test_a_shuffle_holds_every_number_once_and_is_read_at_any_place_alone(length):
     places = np.arange(length)
-    for word in range(5):
+    for word in range(3):
         values = shuffled(places, length, word)
         assert sorted(values.tolist()) == places.tolist()
         for place in {0, length // 2, length - 1}:
             assert shuffled(np.array([place]), length, word).tolist() == [values[place]]
-
-
-def test_a_shuffle_of_more_than_fits_in_memory_is_read_at_a_few_places():
-    length = 10**15
-    values = shuffled(np.array([0, 1, 2, length // 2, length - 2, length - 1]), length, 5)
-    assert len(set(values.tolist())) == 6
-    assert 0 <= values.min() <= values.max() < length
-    assert abs(np.diff(values)).min() > 1000
 
 
 def test_the_orders_never_change_between_releases():
@@ -57,32 +48,20 @@ def test_the_orders_never_change_between_releases():
     assert starts(batches_of(1003), 6) == STARTS
 
 
-def test_numbers_are_spread_evenly_over_places():
-    """Chi-square of the number at each place, over many keys: 63 degrees of freedom."""
-    length, keys = 64, 3200
-    places = np.array([0, 1, 31, 63])
-    values = np.stack([shuffled(places, length, key(0, number)) for number in range(keys)])
-    expected = keys / length
-    for at in range(len(places)):
-        counts = np.bincount(values[:, at], minlength=length)
-        chi_square = ((counts - expected) ** 2 / expected).sum()
-        assert 30 < chi_square < 109  # 1 in 10,000 is outside on either side
-
-
-def test_neighbours_do_not_stay_neighbours():
+def test_neighbours_do_not_stay_neighbours_and_another_key_gives_another_order():
     """Chi-square of the distance between the numbers at neighbouring places of a long shuffle."""
     length = 2**16
     values = shuffled(np.arange(length), length, key(1))
+    assert (shuffled(np.arange(length), length, key(2)) == values).sum() < 8  # 1 is expected
     distance = np.diff(values) % length
     counts = np.bincount(distance // (length // 64), minlength=64)
     expected = (length - 1) / 64
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert 30 < chi_square < 109
-    in_place = (values == np.arange(length)).sum()
-    assert in_place < 8  # 1 is expected
+    assert (values == np.arange(length)).sum() < 8
 
 
-@pytest.mark.parametrize("length", [9, 10, 16, 17, 100, 1003, 4001])
+@pytest.mark.parametrize("length", [9, 16, 17, 1003])
 def test_an_epoch_reads_every_window_once_and_none_overlap(length):
     batches = batches_of(length)
     windows = windows_of_epoch(length, 8)
@@ -93,21 +72,10 @@ def test_an_epoch_reads_every_window_once_and_none_overlap(length):
         assert 0 <= epoch_starts[0] <= epoch_starts[-1] < length - 8
 
 
-def test_epochs_and_seeds_have_different_orders():
-    epochs = np.array(starts(batches_of(1601), 5 * 200)).reshape(5, 200)
-    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 5
-    assert (epochs[0] == epochs[1]).sum() < 12  # 1 is expected
-    seeds = {tuple(starts(batches_of(1601, seed=seed), 50)) for seed in (0, 1, 7, 2**64 - 1)}
-    assert len(seeds) == 4
-
-
 def test_the_tokens_left_over_at_the_end_have_their_turn():
     length = 8 * 20 + 1 + 7  # 7 tokens more than the windows and the last label need
     batches = batches_of(length, batch=20)
-    shifts = [int(batches[1 + epoch][:, 0].min()) for epoch in range(60)]
-    assert set(shifts) == set(range(8))
-    other_seeds = [int(batches_of(length, batch=20, seed=seed)[1].min()) for seed in range(60)]
-    assert set(other_seeds) == set(range(8))
+    assert {int(batches[1 + epoch][:, 0].min()) for epoch in range(60)} == set(range(8))
 
 
 def test_rows_of_a_run_do_not_depend_on_how_they_are_cut_into_steps():
@@ -138,7 +106,7 @@ def test_sources_of_one_length_are_read_in_different_orders(tmp_path, monkeypatc
 def test_an_unknown_order_is_refused():
     usual = {"batch": 1, "context": 8, "seed": 0, "vocabulary": 99}
     message = refusal(StepBatches, in_memory(range(99)), **usual, order="epoch")
-    assert re.search("'epoch'.*Did you mean 'epochs'", message)
+    assert "Did you mean 'epochs'" in message
 
 
 def test_describe_gives_the_windows_and_epochs_of_a_run():

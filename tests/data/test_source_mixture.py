@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from fp8stack.data import (
-    Corpus,
     Mixture,
     StepBatches,
     absolute,
-    describe,
     load_corpora,
     tokenizer_of,
     validation_windows,
@@ -76,23 +74,10 @@ def test_sources_do_not_take_turns_in_a_pattern_that_repeats(mixed):
         assert abs(counts_in_stretches - 256 * share).max() < 5 * (256 * share) ** 0.5
 
 
-def test_a_row_has_its_number_among_the_rows_of_its_source():
-    counts = shares((5.0, 3.0, 2.0), BLOCK)
-    sources, numbers = sources_of(np.arange(3 * BLOCK), counts, seed=3)
-    for source in range(3):
-        source_numbers = numbers[sources == source]
-        assert source_numbers.tolist() == list(range(len(source_numbers)))
-    rows = np.array([2 * BLOCK + 5, 17, 2 * BLOCK + 5])
-    again = sources_of(rows, counts, seed=3)
-    assert again[0].tolist() == sources[rows].tolist()
-    assert again[1].tolist() == numbers[rows].tolist()
-
-
 def test_shares_are_whole_and_add_up():
     assert shares((0.7, 0.3), 4096) == (2867, 1229)
     assert shares((1.0, 1.0, 1.0), 4096) == (1366, 1365, 1365)
     assert shares((1e308, 1e308), 10) == (5, 5)
-    assert shares((1e-300, 3e-300), 8) == (2, 6)
     assert shares((3.0, 1.0), 1) == (1, 0)
 
 
@@ -101,13 +86,9 @@ def test_the_fingerprint_follows_sources_and_shares(mixed):
         return load_corpora(data, 256)[0].fingerprint()
 
     same = [mixed, "5:1.bin,3:2.bin,2:3.bin", " 0.5 : 1.bin , 0.3 : 2.bin , 0.2 : 3.bin"]
-    different = [
-        "0.5:1.bin,0.2:2.bin,0.3:3.bin",
-        "0.5:1.bin,0.3:3.bin,0.2:2.bin",
-        "1:1.bin,1:2.bin",
-    ]
+    different = ["0.5:1.bin,0.2:2.bin,0.3:3.bin", "0.5:1.bin,0.3:3.bin,0.2:2.bin"]
     assert len({fingerprint(data) for data in same}) == 1
-    assert len({fingerprint(data) for data in [mixed, *different]}) == 4
+    assert len({fingerprint(data) for data in [mixed, *different]}) == 3
     assert fingerprint("3:1.bin") == fingerprint("1.bin")  # a mixture of one is that one
     assert torch.equal(batches_of("1.bin")[5], batches_of("3:1.bin")[5])
     again = pickle.loads(pickle.dumps(load_corpora(mixed, 256)[0]))
@@ -124,44 +105,25 @@ def test_validation_takes_windows_of_all_sources_by_weight(mixed):
     assert counts_of(many) == [0, 24, 6, 37]  # as many as fit into 200, 50 and 300 tokens
 
 
-def test_splits_of_a_source_are_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_prepared(tmp_path / "a", [[[1] * 50]], [[[2] * 50]])
-    write_prepared(tmp_path / "b", [[[3] * 50]])
-    train, val = load_corpora("1:a,1:b", 256)
-    assert (len(train), len(val)) == (95, 55)
-    assert set(train.window(0, 95).tolist()) == {1, 3}
-    assert set(val.window(0, 55).tolist()) == {2, 3}
-
-
-def test_paths_may_look_like_a_mixture_or_hold_commas_and_colons(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, token in (("0.5:a.bin,0.5:b.bin", 7), ("a,b.bin", 7), ("c:d.bin", 8)):
-        write_llmc(tmp_path / name, [token] * 50)
-    train = load_corpora("0.5:a.bin,0.5:b.bin", 256)[0]
-    assert train.window(0, 3).tolist() == [7, 7, 7]
-    assert not isinstance(train, Mixture)
-    train = load_corpora("1:a,b.bin,1:c:d.bin", 256)[0]
-    assert train.window(44, 2).tolist() == [7, 8]
-
-
-def test_a_link_to_a_file_keeps_its_name_and_links_to_folders_are_followed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
+    named = absolute(mixed)
+    assert named == f"0.5:{tmp_path}/1.bin,0.3:{tmp_path}/2.bin,0.2:{tmp_path}/3.bin"
+    assert absolute(named) == named
+    # A link to a file keeps its name, and links to folders are followed.
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "8f3a").write_bytes(bytes(100))
     (tmp_path / "train.bin").symlink_to(tmp_path / "blobs" / "8f3a")
     (tmp_path / "folder").symlink_to("blobs")
     assert absolute("train.bin") == str(tmp_path / "train.bin")
-    assert absolute("folder") == str(tmp_path / "blobs")
     assert absolute("folder/8f3a") == str(tmp_path / "blobs" / "8f3a")
-
-
-def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
-    named = absolute(mixed)
-    assert named == f"0.5:{tmp_path}/1.bin,0.3:{tmp_path}/2.bin,0.2:{tmp_path}/3.bin"
-    assert absolute("1.bin") == str(tmp_path / "1.bin")
-    assert absolute(named) == named
-    assert load_corpora(named, 256)[0].fingerprint() == load_corpora(mixed, 256)[0].fingerprint()
+    # A path may look like a mixture, and hold commas and colons.
+    write_llmc(tmp_path / "0.5:a.bin,0.5:b.bin", [7] * 50)
+    train = load_corpora("0.5:a.bin,0.5:b.bin", 256)[0]
+    assert train.window(0, 3).tolist() == [7, 7, 7]
+    assert not isinstance(train, Mixture)
+    write_llmc(tmp_path / "a,b.bin", [7] * 50)
+    write_llmc(tmp_path / "c:d.bin", [8] * 50)
+    assert load_corpora("1:a,b.bin,1:c:d.bin", 256)[0].window(44, 2).tolist() == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -169,13 +131,9 @@ def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
     [
         ("0.5:1.bin,0.5:gone", "No data at 'gone'"),
         ("0.5:1.bin,0:2.bin", "'0:2.bin' in --data '0.5:1.bin,0:2.bin' is not a path with a"),
-        ("0.5:1.bin,-1:2.bin", "'-1:2.bin' in --data"),
         ("1e999:1.bin,1:2.bin", "'1e999:1.bin' in --data"),
-        ("1.2.3:1.bin,1:2.bin", "'1.2.3:1.bin' in --data"),
         ("1:,1:2.bin", "'1:' in --data"),
-        ("1:1.bin,", "No data at '1.bin,'"),
         ("1:1.bin,0.0001:2.bin", "The weight 0.0001 of 2.bin (training part) is less than one row"),
-        ("nan:1.bin,1:2.bin", "No data at 'nan:1.bin,1:2.bin'"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(mixed, data, phrase):
@@ -214,13 +172,3 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monke
         message = refusal(load_corpora, data, 256)
         assert "cannot be mixed" in message
         assert phrase in message
-
-
-def test_describe_gives_a_sentence_for_each_source_of_a_mixture(mixed):
-    train: Corpus = load_corpora(mixed, 256)[0]
-    sentences = describe(train, batch=64, context=8, steps=100, order="epochs")
-    assert len(sentences) == 3
-    assert sentences[0] == (
-        "1.bin (training part): 1,800 tokens, 50.00% of the rows, 224 windows of 8 an epoch, "
-        "14.29 epochs in 100 steps"
-    )

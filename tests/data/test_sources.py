@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pickle
 import re
@@ -25,16 +26,11 @@ from fp8stack.data import (
     corpus,
     load_corpora,
     texts,
-    tokenizer_of,
     validation_windows,
 )
 from tests.conftest import refusal as refused_by
 
 GPT2 = 50257
-NOT_READ = {
-    "site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo",
-    "ensurepip", "tkinter", "sitecustomize.py",
-}  # fmt: skip
 
 
 def write_bin(path: Path, tokens: object) -> Path:
@@ -83,7 +79,7 @@ def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_ha
     names = {p.path.relative_to(root).as_posix() for split in library for p in split.segments}
     assert {"argparse.py", "json/decoder.py"} <= names
     for name in names:
-        assert not set(name.split("/")) & NOT_READ
+        assert not set(name.split("/")) & {"site-packages", "test", "__pycache__", "idlelib"}
         assert not name.startswith("_sysconfigdata")
     # Ordered by hash and not by folder.
     assert len({segment.path.relative_to(root).parts[0] for segment in val.segments}) > 15
@@ -134,27 +130,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, mapped_fr
     assert content == b"a" * 20 + b"\n" + b"b" * 20
 
 
-def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"\x01\x02" * 10)
-    train, val = load_corpora(str(path), GPT2)
-    assert train.window(0, 9).tolist() == [0x0201] * 9
-    assert (len(train), len(val)) == (9, 1)
-    assert train.segments[0].mapped
-    with pytest.raises(ValueError, match="read-only"):
-        train.segments[0].tokens[0] = 1
-
-
-def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path):
-    write_bin(tmp_path / "train.bin", [1] * 20)
-    write_bin(tmp_path / "val.bin", [2] * 5)
-    (tmp_path / "meta.pkl").write_bytes(b"\0")
-    train, val = load_corpora(str(tmp_path), GPT2)
-    assert train.window(0, len(train)).tolist() == [1] * 20
-    assert val.window(0, len(val)).tolist() == [2] * 5
-    assert train.name == str(tmp_path / "train.bin")
-
-
 def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
@@ -172,22 +147,13 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
 # Refusals while loading; more of them are in tests/faults/inputs/input_data.py
 
 
-@pytest.mark.parametrize("data", ["", "no/such/file", "bad\0name", "two\nlines", "x" * 5000])
-def test_a_missing_path_is_named(data):
-    refused_by(tokenizer_of, data)
-    message = refusal(data)
-    assert ("No data at" in message and "--data" in message) or "Cannot read" in message
-
-
 @pytest.mark.parametrize(
     ("name", "content", "phrase"),
     [
         ("a.txt", b"", "is empty. Give a file with tokens"),
-        ("a.txt", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
         ("a.txt", b"\x1f\x8b\x08\0", "is compressed (gzip). Make tokens of it with `fp8stack"),
         ("a.jsonl", b'{"text": "x"}\n', "holds JSON lines"),
         ("a.arrow", b"\xff\xff\xff\xff\0", "holds arrow tables, not text. Make tokens of it"),
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed (zstd). Make tokens of it with"),
         ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
     ],
 )
@@ -199,13 +165,12 @@ def test_a_file_with_the_wrong_content_is_refused(tmp_path, name, content, phras
 @pytest.mark.parametrize(
     ("files", "phrase"),
     [
-        ({"a.bin": b"\1\0", "b.bin": b""}, "b.bin is empty"),
         ({".hidden": b"x", "empty.txt": b""}, "holds no data"),
         ({"a.bin": b"\1\0", "b.txt": b"x"}, "mixes .bin files (a.bin) with others (b.txt)"),
         ({"dataset_dict.json": b"{}"}, "with `fp8stack prepare "),
         ({}, "a.txt: No such file"),
     ],
-    ids=["an empty shard", "nothing", "two kinds", "a saved dataset", "a broken link"],
+    ids=["nothing", "two kinds", "a saved dataset", "a broken link"],
 )
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, phrase):
     for name, content in files.items():
@@ -215,12 +180,6 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, phrase):
     message = refusal(tmp_path)
     assert str(tmp_path) in message
     assert phrase in message
-
-
-def test_a_path_that_is_neither_file_nor_folder_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for data in (tmp_path, tmp_path / "pipe"):
-        assert "pipe is not a regular file" in refusal(data)
 
 
 def test_the_limit_of_open_files_is_raised_where_it_can_be(tmp_path, monkeypatch):
@@ -280,21 +239,15 @@ def test_a_window_is_contiguous_over_the_borders_of_parts(tmp_path):
     for name, tokens in {"b": [5], "c/d": range(6, 20), "a": range(5)}.items():
         write_bin(tmp_path / f"{name}.bin", tokens)
     train, val = load_corpora(str(tmp_path), GPT2, held_out=0.2)
-    for start in range(len(train)):
-        for length in range(len(train) - start + 1):
-            window = train.window(start, length)
-            assert window.dtype == np.int64
-            assert window.tolist() == list(range(start, start + length))
+    for start, end in itertools.combinations_with_replacement(range(len(train) + 1), 2):
+        window = train.window(start, end - start)
+        assert window.dtype == np.int64
+        assert window.tolist() == list(range(start, end))
+    for start, length in ((-1, 2), (15, 2), (17, 0), (0, -1)):
+        with pytest.raises(IndexError, match="which has 16"):
+            train.window(start, length)
     assert val.window(0, 4).tolist() == [16, 17, 18, 19]
     assert val.locate(1) == (tmp_path / "c" / "d.bin", 11)
-
-
-@pytest.mark.parametrize(("start", "length"), [(-1, 2), (9, 2), (11, 0), (0, -1)])
-def test_a_window_outside_the_corpus_is_an_index_error(start, length):
-    with pytest.raises(IndexError, match="some tokens, which has 10"):
-        in_memory(range(10)).window(start, length)
-    with pytest.raises(IndexError):
-        in_memory(range(10)).locate(10)
 
 
 def test_the_fingerprint_follows_contents_and_not_names(tmp_path):
@@ -340,15 +293,11 @@ def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path):
 # The batch of a step
 
 
-def test_a_batch_is_rows_of_consecutive_tokens(tmp_path):
-    batch = batches(counting(tmp_path))[5]
-    assert batch.dtype == torch.int64
-    assert batch.shape == (3, 9)
-    assert (batch - batch[:, :1] == torch.arange(9)).all()
-
-
 def test_the_windows_of_a_step_never_change_between_releases(tmp_path):
     train = counting(tmp_path)
+    batch = batches(train)[5]
+    assert (batch.dtype, batch.shape) == (torch.int64, (3, 9))
+    assert (batch - batch[:, :1] == torch.arange(9)).all()
     starts = [batches(train, seed=s)[n][:, 0].tolist() for s, n in [(0, 0), (0, 1), (7, 10**9)]]
     assert starts == [[731, 338, 281], [87, 353, 409], [531, 568, 407]]
     drawn = {
@@ -396,7 +345,6 @@ def test_batches_and_errors_are_the_same_for_any_workers_and_from_any_step(tmp_p
     ("change", "message"),
     [
         ({"seed": -1}, "--seed -1"),
-        ({"seed": 2**64}, "--seed 18446744073709551616"),
         ({"batch": 0}, "--batch 0"),
         ({"context": 0}, "--context 0"),
     ],
@@ -406,32 +354,13 @@ def test_sizes_and_seeds_that_make_no_batch_are_refused(change, message):
 
 
 def test_a_split_shorter_than_a_window_says_how_many_tokens_it_has():
-    for n in (0, 1, 2, 8):
+    for n in (0, 8):
         short = in_memory([0] * n)
         sizes = {"count": 1, "context": 8, "vocabulary": 9}
         messages = [refused_by(batches, short), refused_by(validation_windows, short, **sizes)]
         for message in messages:
             assert f"some tokens has {n} tokens; --context 8 needs 9" in message
             assert (f"Lower --context to {n - 1} or give" in message) == (n > 1)
-
-
-def test_a_token_outside_the_vocabulary_is_named_with_file_offset_and_value(tmp_path):
-    write_bin(tmp_path / "a.bin", [1] * 30)
-    write_bin(tmp_path / "b.bin", [*[1] * 10, 300, *[1] * 30])
-    train, _ = load_corpora(str(tmp_path), 300)
-    message = refused_by(batches(train, batch=300, vocabulary=300).__getitem__, 0)
-    assert f"{tmp_path / 'b.bin'}: token 300 at offset 10 is outside" in message
-    assert "vocabulary of 300" in message
-
-
-def test_the_largest_token_of_the_vocabulary_passes_and_a_wrapped_one_is_caught(tmp_path):
-    assert batches(in_memory([299] * 9), vocabulary=300)[0].max() == 299
-    (tmp_path / "a.bin").write_bytes(np.full(40, -100, "<i2").tobytes())
-    train, val = load_corpora(str(tmp_path / "a.bin"), GPT2)
-    assert "a.bin: token 65436 at offset" in refused_by(batches(train).__getitem__, 0)
-    # The offset is counted in the file, not in the split.
-    sizes = {"count": 9, "context": 3, "vocabulary": 300}
-    assert "token 65436 at offset 36" in refused_by(validation_windows, val, **sizes)
 
 
 def test_a_file_that_shrinks_while_training_is_named_before_it_is_touched(tmp_path):
@@ -466,15 +395,9 @@ def test_validation_windows_are_evenly_spaced_from_first_to_last_token():
     assert windows[-1].tolist() == [96, 97, 98, 99, 100]
     windows = validation_windows(in_memory(range(50)), count=1, context=4, vocabulary=50)
     assert windows.tolist() == [[0, 1, 2, 3, 4]]
-    message = refused_by(
-        validation_windows, in_memory(range(50)), count=0, context=4, vocabulary=50
-    )
-    assert "0 validation windows" in message
-
-
-def test_no_label_stands_in_two_validation_windows():
-    for n in (5, 6, 8, 9, 10, 50, 101):
+    for n in (5, 8, 9, 101):  # no label stands in two windows
         windows = validation_windows(in_memory(range(n)), count=1000, context=4, vocabulary=n)
-        assert len(windows) == (n - 1) // 4
         labels = windows[:, 1:].flatten().tolist()
-        assert len(set(labels)) == len(labels)
+        assert len(set(labels)) == len(labels) == (n - 1) // 4 * 4
+    sizes = {"count": 0, "context": 4, "vocabulary": 50}
+    assert "0 validation windows" in refused_by(validation_windows, in_memory(range(50)), **sizes)

@@ -136,17 +136,14 @@ def test_the_slurm_script_resumes_and_requeues_only_a_run_that_was_cut_short(
         assert (tmp_path / "requeued").read_text() == "requeue 17\n"
 
 
-@pytest.mark.parametrize("launch", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_slurm_script_for_several_nodes_trains(launch, tmp_path, monkeypatch, one_thread):
-    """On one node, with a small model: a rank in this process, two by torchrun if slow."""
+def test_the_slurm_script_for_several_nodes_trains(tmp_path, monkeypatch, one_thread):
+    """On one node, with a small model, by a rank in this process."""
     text = (EXAMPLES / "slurm_nodes.sbatch").read_text(encoding="utf-8")
     np.random.default_rng(0).integers(0, 256, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
-    calls = runner.run_script(text, tmp_path, launch=launch)
+    (words,) = runner.run_script(text, tmp_path)
     monkeypatch.chdir(tmp_path)
-    if not launch:
-        (words,) = calls
-        _, arguments = runner.launched(words)
-        assert exit_code(*runner.scaled(arguments)) == 0
+    _, arguments = runner.launched(words)
+    assert exit_code(*runner.scaled(arguments)) == 0
     assert (tmp_path / "runs" / "long" / "plan.json").is_file()
     assert not (tmp_path / "requeued.txt").exists()
 
@@ -155,9 +152,9 @@ def test_the_slurm_script_for_several_nodes_requeues_a_job_that_ran_for_ten_minu
     tmp_path, monkeypatch
 ):
     text = (EXAMPLES / "slurm_nodes.sbatch").read_text(encoding="utf-8")
-    monkeypatch.setitem(runner.SHIMS, "torchrun", ("exit 1", "exit 1"))
+    monkeypatch.setitem(runner.SHIMS, "torchrun", "exit 1")
     for seconds, requeued in ((0, False), (900, True)):
         monkeypatch.setenv("SECONDS", str(seconds))
         with pytest.raises(AssertionError):  # its exit code is torchrun's
-            runner.run_script(text, tmp_path, launch=False)
+            runner.run_script(text, tmp_path)
         assert (tmp_path / "requeued.txt").exists() == requeued

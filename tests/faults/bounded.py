@@ -45,16 +45,6 @@ def bounded(
     return Ended(code=code, stdout=lines[0], stderr=lines[1])
 
 
-def command(arguments: list[str], folder: Path, **bounds: float) -> Ended:
-    """`fp8stack` with some arguments, in `folder`, bounded as in `bounded`."""
-
-    def work() -> None:
-        os.chdir(folder)
-        cli.main(arguments)
-
-    return bounded(work, **bounds)  # type: ignore[arg-type]
-
-
 def called(arguments: list[str], folder: Path) -> Ended:
     """`fp8stack` with some arguments, in `folder`, in this process and without bounds."""
     out, error = io.StringIO(), io.StringIO()

@@ -9,13 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of faults; outcomes can be added.
-
-    Attributes:
-        injected: the number of faults that happened.
-        survived: the number of these that passed by the row's rule.
-        lost: a line for each fault that did not pass, with the fault and the problem.
-    """
+    """How many faults happened, how many of them passed by the row's rule, and a line for each
+    that did not, with the fault and the problem. Outcomes can be added."""
 
     injected: int = 0
     survived: int = 0
@@ -37,16 +32,9 @@ def judged(faults: Sequence[str], wrong: str) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row.
-
-    Attributes:
-        description: the injected faults, in a few words.
-        passes: when a fault counts as survived, in a sentence.
-        run: gets an empty folder and how many faults to inject.
-        short: how many in a short run; at least one of each kind.
-        long: how many in the whole table.
-        needs_cuda: whether it can run on a GPU alone.
-    """
+    """A row: the faults in a few words, when one counts as survived, and how many to inject in a
+    short run (at least one of each kind) and in the whole table. `run` gets an empty folder and
+    how many faults to inject."""
 
     description: str
     passes: str

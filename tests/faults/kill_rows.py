@@ -9,16 +9,15 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 
 from tests.faults.case import Case, Outcome, judged
 from tests.faults.processes import (
     Change,
-    Child,
     Ended,
     Together,
     checkpoint_difference,
@@ -36,7 +35,9 @@ SECONDS_TO_STOP = 10.0
 IN_BACKGROUND = ["--checkpoint-async"]
 STEPS_PER_FAULT = 50
 MEMORY_MIB = 4.0  # what its memory may vary by, once it is under way
-EXPECTED = {"kill": -signal.SIGKILL, "full": 4, "term": 75, "int": 75, "hup": 75, "usr1": 75}
+EXPECTED = {"kill": KILLED, "full": DISK_FULL} | dict.fromkeys(
+    ("term", "int", "hup", "usr1"), PREEMPTED
+)
 SMALLEST = [
     "--batch", "2", "--context", "16", "--eval-every", "1000", "--set", "telemetry_every=500",
     "--set", "model_overrides.width=16", "--set", "model_overrides.heads=1",
@@ -55,7 +56,7 @@ def kills(
     rng, outcome, twins = random.Random(1), Outcome(), dict[str, Twin]()
     for number in range(10 * count + 20):
         if outcome.injected >= count:
-            return outcome
+            break
         recipe = recipes[number % len(recipes)]
         if recipe not in twins:
             dropout = ["--set", f"model_overrides.dropout={0.1 if number % 2 else 0.0}"]
@@ -64,7 +65,7 @@ def kills(
         # First each recipe once, one of them twice; then some more than that.
         most = rng.randint(1, 3) if number >= len(recipes) else 2 if number == 0 else 1
         outcome += _kill_and_finish(twins[recipe], rng, min(most, count - outcome.injected))
-    raise RuntimeError("The runs are not killed as they should be.")
+    return outcome
 
 
 def _kill_and_finish(twin: Twin, rng: random.Random, times: int) -> Outcome:
@@ -136,11 +137,9 @@ def spread(count: int, among: int) -> list[int]:
 def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
     """The problem of a run that is killed in a save, "" if none; at most the steps of so many save
     intervals may be lost."""
-    run = twin.new()
-    ended = twin.go(run, fault)
+    ended = twin.go(run := twin.new(), fault)
     if ended.code == DONE and "+" in fault:  # the run was over before; try again without delay
-        run = twin.new()
-        ended = twin.go(run, fault.partition("+")[0])
+        ended = twin.go(run := twin.new(), fault.partition("+")[0])
     if wrong := _unexpected(ended, KILLED):
         return wrong
     reached = max((row["step"] for row in rows(run)), default=0)
@@ -151,16 +150,12 @@ def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
     again = reached - int(resumed[1] if resumed else 0)
     if again > intervals * twin.save_every:
         return f"{again} steps were done again, with a save every {twin.save_every}"
-    litter = (files(run) ^ files(twin.path)) - _whole_checkpoints(run)
-    return f"left over or missing: {', '.join(sorted(litter))}" if litter else ""
-
-
-def _whole_checkpoints(run: Path) -> set[str]:
-    """The checkpoints that lack nothing, with their files: an old one more than is kept does no
-    harm, where the kill came just before it was removed."""
+    # A whole old checkpoint does no harm, where the kill came just before it was removed.
     saved = checkpoints(run)
     complete = [path for path in saved if files(path) == files(saved[-1])]
-    return {str(p.relative_to(run)) for path in complete for p in (path, *path.iterdir())}
+    whole_files = {str(p.relative_to(run)) for path in complete for p in (path, *path.iterdir())}
+    litter = (files(run) ^ files(twin.path)) - whole_files
+    return f"left over or missing: {', '.join(sorted(litter))}" if litter else ""
 
 
 # R3: signals
@@ -176,40 +171,18 @@ def signals(folder: Path, count: int) -> Outcome:
         place = (
             f"save:{rng.choice(in_saves).number}",
             f"backward:{rng.choice([6, 12, 18])}",  # an evaluation comes next
-            "",
+            f"step:1+{rng.uniform(0, 0.1):.3f}",
             f"{rng.choice(['step', 'forward', 'backward'])}:{rng.randint(1, 20)}",
         )[(number + number // 4) % 4]
-        run = twin.new()
-        if place:
-            fault = f"{name}@{place}"
-            wrong = _not_preempted(twin.go(run, fault), run)
-        else:
-            fault = f"{name} at a random time"
-            wrong = _signal_from_outside(twin, run, f"SIG{name.upper()}", rng)
+        run, fault = twin.new(), f"{name}@{place}"
+        ended = twin.go(run, fault)
+        wrong = _unexpected(ended, PREEMPTED)
+        if not wrong and ended.seconds > twin.seconds + SECONDS_TO_STOP:
+            wrong = f"took {ended.seconds:.1f} s"
+        if not wrong and last_step(run) != rows(run)[-1]["step"]:
+            wrong = f"stopped after {rows(run)[-1]['step']}, saved {last_step(run)}"
         outcome += judged([fault], wrong or twin.finish(run)[1])
     return outcome
-
-
-def _signal_from_outside(twin: Twin, run: Path, name: str, rng: random.Random) -> str:
-    """Signal a run some time after its first step."""
-    child = twin.start(run).children[0]
-    while child.is_alive and not rows(run):
-        time.sleep(0.002)
-    time.sleep(rng.uniform(0, 0.1))
-    child.signal(getattr(signal, name))
-    sent = time.monotonic()
-    return _not_preempted(child.wait(), run, time.monotonic() - sent)
-
-
-def _not_preempted(ended: Ended, run: Path, seconds: float | None = None) -> str:
-    """The problem of a run that was asked to stop, "" if none. `seconds`: what stopping took, if
-    known."""
-    if wrong := _unexpected(ended, PREEMPTED):
-        return wrong
-    if seconds is not None and seconds > SECONDS_TO_STOP:
-        return f"took {seconds:.1f} s to stop"
-    reached, saved = rows(run)[-1]["step"], checkpoints(run)[-1].name
-    return "" if saved == f"step-{reached:06d}" else f"stopped after {reached}, saved {saved}"
 
 
 # R4: no room on the disk
@@ -259,13 +232,6 @@ def _fill_and_finish(twin: Twin, fault: str) -> str:
 # R14: a long run with all of them, and a run that is watched for leaks
 
 
-class Sample(NamedTuple):
-    """A look at a process: its resident memory and how many files it has open."""
-
-    memory_mib: float
-    open_files: int
-
-
 def soak(folder: Path, count: int) -> Outcome:
     """`count` faults in one run. If the twin leaks, none counts as survived."""
     twin = WatchedTwin(folder / "delayed", "delayed", STEPS_PER_FAULT * count, 20, SMALLEST)
@@ -275,7 +241,11 @@ def soak(folder: Path, count: int) -> Outcome:
         # Spread over the run: no fault is further than its share of the steps.
         first = last_step(run) + 1
         step = rng.randint(first, max(first, STEPS_PER_FAULT * (number + 1) - 1))
-        fault = _fault(kind, step, rng)
+        place = f"{rng.choice(['step', 'forward', 'backward'])}:{step}"
+        if kind in ("kill", "full"):
+            place = rng.choice([place, f"save:{rng.randint(1, 15)}"])  # the first of this start
+        # A file that is larger than the limit is written next, or soon.
+        fault = f"{kind}{f':{rng.randint(0, 3000)}' if kind == 'full' else ''}@{place}"
         ended = twin.go(run, fault)
         faults.append(fault)
         if ended.code != EXPECTED[kind]:
@@ -284,55 +254,36 @@ def soak(folder: Path, count: int) -> Outcome:
     return judged(faults, wrong or growth(twin.samples) or twin.finish(run)[1])
 
 
-def _fault(kind: str, step: int, rng: random.Random) -> str:
-    in_save = f"save:{rng.randint(1, 15)}"  # of the first save of this start
-    place = f"{rng.choice(['step', 'forward', 'backward'])}:{step}"
-    if kind == "full":  # a file that is larger than this is written next, or soon
-        return f"full:{rng.randint(0, 3000)}@{rng.choice([place, in_save])}"
-    return f"{kind}@{rng.choice([place, in_save]) if kind == 'kill' else place}"
-
-
 class WatchedTwin(Twin):
-    """A twin that is looked at while it runs."""
-
-    samples: Sequence[Sample] = ()
+    """A twin whose resident memory, in MiB, and open files are looked at while it runs, from its
+    first step to its last, a hundred times in a second at most (on Linux)."""
 
     def start(self, run: Path, faults: str = "", change: Change = unchanged) -> Together:
         ranks = super().start(run, faults, change)
         if run == self.path:
+            child, self.samples = ranks.children[0], list[tuple[float, int]]()
             last = run / "checkpoints" / f"step-{self.steps:06d}"  # what comes then is a plot
-            self.samples = watched(ranks.children[0], run / "metrics.jsonl", last)
+            while child.is_alive and not last.exists():
+                with suppress(OSError, IndexError):  # it has just ended
+                    pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
+                    mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+                    if (run / "metrics.jsonl").exists():
+                        self.samples.append((mib, len(os.listdir(f"/proc/{child.pid}/fd"))))
+                time.sleep(0.01)
         return ranks
 
 
-def watched(child: Child, since: Path, until: Path) -> list[Sample]:
-    """Looks at a run from when `since` is there, after its first step, until it ends or `until` is
-    there, a hundred times in a second at most (on Linux)."""
-    samples = []
-    while child.is_alive and not until.exists():
-        try:
-            pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
-            files = len(os.listdir(f"/proc/{child.pid}/fd"))
-        except (OSError, IndexError):  # it has just ended
-            break
-        mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        if since.exists():
-            samples.append(Sample(mib, files))
-        time.sleep(0.01)
-    return samples
-
-
-def growth(samples: Sequence[Sample]) -> str:
+def growth(samples: Sequence[tuple[float, int]]) -> str:
     """The resource that grew between the middle of a run and its end, "" if none did."""
     fifth = len(samples) // 5
-    middle, end = samples[2 * fifth : 3 * fifth], samples[4 * fifth :]
-    if not middle or not end:
+    if not fifth:
         return "the run was too short to see whether something grows"
-    grown = mean(s.memory_mib for s in end) - mean(s.memory_mib for s in middle)
+    middle, end = samples[2 * fifth : 3 * fifth], samples[4 * fifth :]
+    grown = mean(mib for mib, _ in end) - mean(mib for mib, _ in middle)
     if grown > MEMORY_MIB:
         return f"the run without faults grew by {grown:.1f} MiB from its middle to its end"
     # The fewest: now and then a file is open for a moment.
-    was, now = (min(s.open_files for s in fifths) for fifths in (middle, end))
+    was, now = (min(files for _, files in fifths) for fifths in (middle, end))
     return f"the run without faults has {now} files open, {was} before" if now > was else ""
 
 

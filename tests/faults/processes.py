@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -150,12 +151,7 @@ class Together:
     no launcher's environment."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        folder: Path,
-        count: int,
-        faults: str = "",
-        change: Change = unchanged,
+        self, words: Sequence[str], folder: Path, count: int, faults: str, change: Change
     ) -> None:
         self.children = [
             Child(words, folder, faults, variables, change, rank)
@@ -312,18 +308,13 @@ def difference(run: Path, twin: Path) -> str:
     """The first thing in which two finished runs of as many ranks differ, "" if none: every tensor
     of the newest checkpoint and what it says of the guard and the loss scale, and every row of the
     metrics, times apart."""
-    run_checkpoints, twin_checkpoints = checkpoints(run), checkpoints(twin)
-    if (
-        not run_checkpoints
-        or not twin_checkpoints
-        or run_checkpoints[-1].name != twin_checkpoints[-1].name
-    ):
-        return (
-            f"the newest checkpoint is {run_checkpoints[-1].name if run_checkpoints else 'missing'}"
-        )
-    return checkpoint_difference(run_checkpoints[-1], twin_checkpoints[-1]) or _rows_difference(
-        rows(run), rows(twin)
-    )
+    if not checkpoints(twin) or last_step(run) != last_step(twin):
+        return f"the newest checkpoint is of step {last_step(run)}, not {last_step(twin)}"
+    wrong = checkpoint_difference(checkpoints(run)[-1], checkpoints(twin)[-1])
+    for row, expected in zip_longest(rows(run), rows(twin)):
+        if row != expected:
+            wrong = wrong or f"a row of the metrics is {row}, not {expected}"
+    return wrong
 
 
 def checkpoint_difference(checkpoint: Path, twin: Path) -> str:
@@ -350,17 +341,6 @@ def _contents(checkpoint: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _info(checkpoint: Path) -> dict[str, Any]:
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
     return {"step": manifest["step"], **manifest["info"]}
-
-
-def _rows_difference(run_rows: list[dict[str, Any]], twin_rows: list[dict[str, Any]]) -> str:
-    for number, (row, expected) in enumerate(zip(run_rows, twin_rows, strict=False), 1):
-        if row != expected:
-            return f"row {number} of the metrics is {row}, not {expected}"
-    return (
-        ""
-        if len(run_rows) == len(twin_rows)
-        else f"{len(run_rows)} rows of metrics, not {len(twin_rows)}"
-    )
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:

@@ -4,28 +4,21 @@ had not been. What it writes is whole, old or new, and nothing is left behind.""
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
-from fp8stack.analysis.compare import comparison
-from fp8stack.analysis.compare.runs import Ended
-from fp8stack.analysis.report import page
 from fp8stack.common import io
 from fp8stack.data.prepared import prepared_segments
-from fp8stack.planning.run_config import RunConfig
 from tests.faults.processes import Change, run_ranks, unchanged
 from tests.support.cases import case
-from tests.support.run_folders import make_run
 
-PAGE = f'<!doctype html>{page.MARK}">\n'
+pytestmark = pytest.mark.full
 
 
 def kill_at_each(
@@ -63,43 +56,7 @@ def entries(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-@contextmanager
-def drawing_nothing(rank: int) -> Iterator[None]:
-    """A change: a report is a page of a line, and two plots of a word."""
-    plots = [SimpleNamespace(name=f"run1-{n}", png=lambda: b"new plot") for n in ("loss", "rates")]
-    with patch.object(page, "render", lambda runs, folder: (f"{PAGE}new page", plots)):
-        yield
-
-
-@pytest.mark.parametrize("every", [case(4, quick=True), case(1, quick=False)])
-def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(every, tmp_path):
-    def begin(folder: Path) -> None:
-        run = make_run(folder / "run", steps=2, every=0)
-        (run / "report.html").write_text(f"{PAGE}old page")
-        plots = run / "report_files"
-        plots.mkdir()
-        (plots / "run1-loss.png").write_text("old plot")
-        (plots / "run1-older.png").write_text("old plot")  # which the new page does not have
-        (plots / ".DS_Store").write_text("somebody's")
-        # Left by another killed report. Process 1 lives, and is not the one that wrote it.
-        (plots / ".tmp-run1-older.png-1").write_text("old p")
-
-    def is_whole(folder: Path) -> bool:
-        run = folder / "run"
-        plots = {path.read_text() for path in run.glob("report_files/run1-*")}
-        pages = {f"{PAGE}old page", f"{PAGE}new page"}
-        return (run / "report.html").read_text() in pages and plots <= {"old plot", "new plot"}
-
-    words = ["report", "run"]
-    assert kill_at_each(words, begin, is_whole, tmp_path, drawing_nothing, every) >= 13
-    plots = tmp_path / "expected" / "run" / "report_files"
-    assert {path.name for path in plots.iterdir()} == {
-        *("run1-loss.png", "run1-rates.png", ".DS_Store"),
-    }
-
-
 @pytest.mark.parametrize("every", [case(9, quick=True), case(1, quick=False)])
-@pytest.mark.full
 def test_a_killed_prepare_leaves_a_whole_folder_or_none_and_the_next_one_sweeps(every, tmp_path):
     before = tmp_path / "before"
     before.mkdir()
@@ -155,44 +112,3 @@ def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweep
 
     words = ["export", str(pristine), "--out", "x", "--format", "safetensors", "--overwrite"]
     assert kill_at_each(words, begin, is_whole, tmp_path, change, every) >= 13
-
-
-def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_look(
-    pristine, tmp_path
-):
-    old = tmp_path / ".tmp-x-123-old"
-    assert run_ranks(["export", str(pristine), "--out", str(old)], tmp_path, 1)[0].code == 0
-    before = entries(old)
-    ended = run_ranks(["export", str(pristine), "--out", "x"], tmp_path, 1)[0]
-    assert ended.code == 2
-    assert "x is not empty" in ended.stderr
-    assert entries(tmp_path / "x") == before
-    assert not old.exists()
-
-
-@contextmanager
-def training_nothing(rank: int) -> Iterator[None]:
-    """A change: a run of a comparison is over at once, and the table is not drawn."""
-
-    def trained(config: RunConfig, *rest_of_arguments: object) -> Ended:
-        run = Path(config.out or "")
-        shutil.rmtree(run, ignore_errors=True)
-        row = {"step": 2, "loss": 3.0, "val_loss": 3.0, "precision": "fp32"}
-        make_run(run, steps=2, every=0, metrics=[row])
-        return Ended(exit=0, error="")
-
-    with (
-        patch.object(comparison, "train", trained),
-        patch.object(comparison, "comparison_plot", lambda *_: b"plot"),
-    ):
-        yield
-
-
-@pytest.mark.parametrize("every", [case(13, quick=True), case(4, quick=False)])
-def test_a_killed_comparison_goes_on_and_sweeps(every, tmp_path):
-    def is_whole(folder: Path) -> bool:
-        report = folder / "c" / "compare.json"
-        return not report.exists() or json.loads(report.read_text())["runs"] != []
-
-    words = ["compare", "--recipes", "fp32,bf16", "--seeds", "1", "--steps", "2", "--out", "c"]
-    assert kill_at_each(words, Path.mkdir, is_whole, tmp_path, training_nothing, every) >= 40

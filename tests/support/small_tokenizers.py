@@ -6,7 +6,6 @@ from typing import Any
 import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CORPUS = [
     "def total(values):\n    return sum(v for v in values)  # adds them up\n",
@@ -67,5 +66,10 @@ def small_encoding() -> tiktoken.Encoding:
 
 
 def byte_characters() -> dict[str, int]:
-    """The byte of each character in the alphabet of byte-level vocabularies, by transformers."""
-    return {char: byte for byte, char in bytes_to_unicode().items()}
+    """The byte of each character in the alphabet of byte-level vocabularies, as GPT-2's encoder
+    has it: printable bytes are Latin-1, the others follow from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + number): byte for number, byte in enumerate(shifted)
+    }

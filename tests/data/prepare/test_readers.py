@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -27,12 +24,9 @@ from fp8stack.data.tokenizer import load_tokenizer
 from tests.support.preparing import documents, lines, prepared, refusal, require, written
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-}
-PACK[".zst"] = zstandard.compress
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}  # fmt: skip
 
 
 def packed(content: bytes, suffix: str) -> bytes:
@@ -58,8 +52,14 @@ def _no_network(monkeypatch):
 # Kinds of inputs
 
 
-@pytest.mark.parametrize("suffix", PACK)
-@pytest.mark.parametrize("kind", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt"])
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        *((kind, "") for kind in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")),
+        *((".jsonl", suffix) for suffix in PACK if suffix),
+        *((".csv", ".zst"), (".txt", ".gz")),
+    ],
+)
 def test_a_file_is_read_packed_or_not(kind, suffix, tmp_path, out):
     texts = ["one, with a comma", 'two "quoted"\nin lines', "NA", "007", "", *documents(50)]
     buffer = io.StringIO()
@@ -77,6 +77,8 @@ def test_a_json_array_and_arrow_are_read_row_by_row(tmp_path, out):
     texts = documents(50)
     rows = [{"n": [1] if n else "x", "body": text} for n, text in enumerate(texts)]
     array = written(tmp_path / "a.json", b"\n " + json.dumps(rows, indent=1).encode())
+    import pyarrow as pa
+
     table = pa.table({"n": range(50), "body": texts})
     arrow = tmp_path / "b[1].arrow"
     with pa.OSFile(str(arrow), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -89,6 +91,9 @@ def test_a_json_array_and_arrow_are_read_row_by_row(tmp_path, out):
 def test_parquet_is_read_row_by_row_and_its_bytes_that_are_no_utf8_replaced(
     dictionary, tmp_path, out
 ):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     texts = documents(150)
     column = pa.array([b"Gr\xf6\xdfe", *map(str.encode, texts)], pa.binary()).view(pa.string())
     column = column.dictionary_encode() if dictionary else column
@@ -99,6 +104,8 @@ def test_parquet_is_read_row_by_row_and_its_bytes_that_are_no_utf8_replaced(
 
 
 def test_datasets_are_read_from_their_folders(tmp_path, out):
+    import datasets
+
     texts = documents(90)
     written(tmp_path / "data" / "train.jsonl", lines(texts))
     written(tmp_path / "data" / "test.jsonl", lines(["no"]))
@@ -109,15 +116,6 @@ def test_datasets_are_read_from_their_folders(tmp_path, out):
     prepared(*names, tmp_path / "b", out=out)
     require(out, [*texts * 3, texts[1], *texts])
     assert "No split 'val'" in refusal(f"hf:{tmp_path}/b@val", out=tmp_path / "other")
-
-
-def test_the_name_of_a_dataset_has_its_parts():
-    parsed = {
-        "hf:a/b": ("a/b", None, "train"),
-        "hf:a/b:c-1": ("a/b", "c-1", "train"),
-        "hf:a/b:c@train[:10%]": ("a/b", "c", "train[:10%]"),
-    }
-    assert {name: readers.parse_dataset(name) for name in parsed} == parsed
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths_and_files_are_chosen_by_patterns(tmp_path):
@@ -188,7 +186,7 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out, capsys):
     assert "note: 1 empty document\n" in printed
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-be", "utf-32"])
 def test_files_are_read_by_their_byte_order_mark(encoding, tmp_path, out):
     def marked(text: str) -> bytes:
         mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
@@ -206,9 +204,7 @@ def test_files_are_read_by_their_byte_order_mark(encoding, tmp_path, out):
 # Refusals
 
 BAD_LINES = {
-    "cut short": (b'{"text": "a"', "line 3 is not JSON"),
     "deep": (b"[" * 100000, "line 3 is not JSON"),
-    "a list": (b'["text"]', "line 3 has no 'text'. Its fields: none."),
     "another key": (b'{"body": "a", "id": 3}', "line 3 has no 'text'. Its fields: body, id."),
     "null": (b'{"text": null}', "line 3 has null where text should be"),
 }
@@ -223,23 +219,15 @@ def test_a_bad_line_is_named(name, tmp_path, out):
 
 
 JSON_LINES = lines(documents(99))
-ROTTEN = bytearray(gzip.compress(JSON_LINES))
-ROTTEN[len(ROTTEN) // 2] ^= 0xFF
 BAD_FILES = {
     "cut.jsonl.gz": (gzip.compress(JSON_LINES)[:-9], "cut short or damaged"),
-    "rotten.txt.gz": (bytes(ROTTEN), "cut short or damaged"),
-    "no.txt.xz": (b"plain text", "cut short or damaged"),
     "cut.jsonl.zst": (zstandard.compress(JSON_LINES)[:-5], "cut short or damaged"),
     "no.parquet": (b"PAR1" + bytes(99), "as parquet"),
     "short.csv": (b"n,text\n1,one\n2\n", "up to line 3 (a row has 1 fields"),
-    "quote.csv": (b'n,text\n1,"one\n', "unexpected end of data"),
     "columns.csv": (b"n,texts\n1,one\n", "has no 'text'. Its fields: n, texts."),
-    "torn.json": (b'[\n {"text": "one"}\n', "is not JSON"),
     "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "row 2 has 2 where text should be"),
     "no.arrow": (b"ARROW1" + bytes(99), "Cannot read"),
-    "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary"),
     "empty.txt": (b"", "has no data"),
-    "blank.jsonl": (b"\n\n", "There is no text in the inputs"),
     "empty.jsonl": (lines(["", ""]), "There is no text in the inputs"),
 }
 
@@ -251,10 +239,12 @@ def test_a_bad_file_is_refused_by_name(name, tmp_path, out):
     message = refusal(path, out=out)
     assert phrase in message
     assert str(path) in message or "no text in the inputs" in message
-    assert "no text in the inputs" in refusal(path, out=out, train_bpe=300) or phrase in message
 
 
 def test_bad_rows_and_columns_are_named(tmp_path, out):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", None], "n": [1, 2]}), path)
     for name in (path, f"hf:{written(tmp_path / 'data' / 'a.parquet', path.read_bytes()).parent}"):
@@ -266,9 +256,7 @@ def test_bad_rows_and_columns_are_named(tmp_path, out):
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("{}/nothing", "has no data"),
         ("{}/nowhere", "No input"),
-        ("", "No input ''"),
         ("{}/pipe", "is not a regular file"),
         ("hf:{}/nowhere", "Cannot read hf:"),
         ("hf:{}@val", "Available splits: ['train']"),
@@ -277,7 +265,6 @@ def test_bad_rows_and_columns_are_named(tmp_path, out):
 )
 def test_an_input_that_cannot_be_used_is_refused_by_name(name, phrase, tmp_path, out):
     written(tmp_path / "a.jsonl", lines(["a"]))
-    (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
     name = name.format(tmp_path)
     message = refusal(name, out=out)

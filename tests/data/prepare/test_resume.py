@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from fp8stack.common.errors import StorageError
 from fp8stack.data import load_corpora
 from fp8stack.data.prepare import pipeline, readers
 from fp8stack.data.prepare.shards import Writer
@@ -38,6 +33,9 @@ def _small_blocks(monkeypatch):
 @pytest.fixture
 def mixed(tmp_path) -> list[str]:
     """An input of every kind."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     folder = tmp_path / "mixed"
     written(folder / "a.jsonl", lines(documents(40, seed=1)))
     written(folder / "b.txt", " ".join(documents(30, seed=2)).encode())
@@ -96,9 +94,8 @@ def test_work_on_other_inputs_or_with_another_tokenizer_is_done_again(tmp_path, 
     for number, change in enumerate(
         [
             lambda: trained(310).save(str(file)),
-            lambda: path.write_bytes(lines(documents(201))),
             lambda: path.write_bytes(path.read_bytes().replace(b"alpha", b"ALPHA")),
-            lambda: (tmp_path / "out3" / "train-00001.bin").unlink(),
+            lambda: (tmp_path / "out2" / "train-00001.bin").unlink(),
         ]
     ):
         out, expected = tmp_path / f"out{number}", tmp_path / f"whole{number}"
@@ -111,20 +108,6 @@ def test_work_on_other_inputs_or_with_another_tokenizer_is_done_again(tmp_path, 
         assert "going on after" not in capsys.readouterr().out
         prepared(path, out=expected, **options)
         assert contents(out) == contents(expected)
-
-
-def test_after_a_bad_line_is_mended_the_same_command_keeps_the_shards_before(tmp_path, capsys):
-    content = lines(documents(200))
-    good = written(tmp_path / "a.jsonl", content)
-    path = written(tmp_path / "b.jsonl", b"oops" + content)
-    options: dict[str, Any] = {"shard_tokens": 2000}
-    assert "line 1 is not JSON" in refusal(good, path, out=tmp_path / "out", **options)
-    assert list((tmp_path / "out").glob("train-*.bin"))
-    written(path, content)
-    prepared(good, path, out=tmp_path / "out", **options)
-    assert "going on after" in capsys.readouterr().out
-    prepared(good, path, out=tmp_path / "whole", **options)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 COMMAND = (
@@ -152,20 +135,3 @@ def test_a_command_that_is_stopped_says_so_and_goes_on(tmp_path):
     assert (running.returncode, printed) == (75, STOPPED)
     prepared(path, out=out, **options)
     assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_a_full_disk_ends_in_code_4_and_goes_on(tmp_path):
-    path = written(tmp_path / "a.jsonl", lines(documents(2000)))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        with pytest.raises(StorageError, match=r"the disk is full\. Make room there") as caught:
-            prepared(path, out=tmp_path / "out")
-        assert caught.value.exit_code == 4
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    prepared(path, out=tmp_path / "out")
-    prepared(path, out=tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader
 
-from fp8stack.data import Corpus, StepBatches, load_corpora, validation_windows
+from fp8stack.data import StepBatches, load_corpora, validation_windows
 from tests.faults.bounded import bounded
 
 VOCABULARY = 300
@@ -23,13 +23,13 @@ def good(path: Path) -> Path:
     return path
 
 
-def _bad(*places: int, value: int = 400, dtype: str = "<u2") -> Change:
-    """Tokens that do not fit, at these offsets."""
+def _bad(place: int, value: int = 400, dtype: str = "<u2") -> Change:
+    """A token that does not fit, at this offset."""
 
     def write(path: Path) -> None:
         tokens = np.arange(TOKENS).astype(dtype) % VOCABULARY
-        tokens[list(places)] = value
-        tokens.astype(dtype).tofile(path)
+        tokens[place] = value
+        tokens.tofile(path)
 
     return write
 
@@ -43,12 +43,9 @@ def _array(path: Path) -> None:
         np.save(stream, np.arange(TOKENS, dtype="<u2"))
 
 
-def _text(encoding: str) -> Change:
-    def write(path: Path) -> None:
-        path.unlink()
-        path.with_name("a.txt").write_bytes(("Sein oder Nichtsein, wär's\n" * 99).encode(encoding))
-
-    return write
+def _text(path: Path) -> None:
+    path.unlink()
+    path.with_name("a.txt").write_bytes(("Sein oder Nichtsein, wär's\n" * 99).encode("utf-16-le"))
 
 
 def _forbidden(path: Path) -> None:
@@ -76,18 +73,15 @@ def _folder(path: Path) -> None:
 
 BEFORE: dict[str, tuple[Change, tuple[str, ...]]] = {
     "token beyond the vocabulary": (_bad(1234), ("a.bin: token 400 at offset 1234",)),
-    "first and last token": (_bad(0, TOKENS - 1), ("a.bin: token 400 at offset ",)),
     "negative tokens": (_bad(7, value=-1, dtype="<i2"), ("a.bin: token 65535 at offset 7 ",)),
     "odd length": (lambda path: path.write_bytes(bytes(range(99))), ("a.bin has 99 bytes",)),
     "tokens that would wrap": (_as("<u4"), ("a.bin holds wider tokens",)),
-    "64-bit tokens": (_as("<i8"), ("a.bin holds wider tokens",)),
     "big-endian tokens": (_as(">u2"), ("a.bin: token ", " at offset ")),
-    "floats": (_as("<f4"), ("a.bin: token ", " at offset ")),
     "an array with a header": (_array, ("a.bin is a .npy file",)),
     "an empty file": (lambda path: os.truncate(path, 0), ("a.bin is empty",)),
     "an unreadable file": (_forbidden, ("Cannot read ", "a.bin", "Permission denied")),
     "a folder in its place": (_folder, ("a.bin holds no data",)),
-    "text of two bytes a letter": (_text("utf-16-le"), ("a.txt looks binary: byte ",)),
+    "text of two bytes a letter": (_text, ("a.txt looks binary: byte ",)),
 }
 """Done to the file before it is opened, and what must be said."""
 MEANWHILE: dict[str, tuple[Change, tuple[str, ...]]] = {
@@ -123,15 +117,11 @@ def _read(path: Path, change: Change, before: bool, workers: int) -> None:
     text = path.with_name("a.txt")
     data = text if os.path.exists(text) else path
     train, held_out = load_corpora(str(data), VOCABULARY)
-    step = _every_window(train)
+    # A batch so large that next to every token is in one of its windows.
+    step = StepBatches(train, batch=4000, context=64, seed=0, vocabulary=VOCABULARY)
     step[1]
     if not before:
         change(path)
     for _ in DataLoader(step, sampler=range(2, 4), batch_size=None, num_workers=workers):
         pass
     validation_windows(held_out, count=9999, context=8, vocabulary=VOCABULARY)
-
-
-def _every_window(corpus: Corpus) -> StepBatches:
-    """A batch so large that next to every token is in one of its windows."""
-    return StepBatches(corpus, batch=4000, context=64, seed=0, vocabulary=VOCABULARY)

@@ -1,13 +1,13 @@
 """Files that run a program when they are unpickled, and every place where a user may hand
 us a file (R6). The program makes a file; if that is there afterwards, something was executed."""
 
-import gzip
 import io
 import os
 import pickle
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +36,24 @@ def _saved(payload: Payload, zipped: bool) -> bytes:
     return stream.getvalue()
 
 
-def _numpy(payload: Payload, zipped: bool) -> bytes:
+def _numpy(payload: Payload) -> bytes:
     stream = io.BytesIO()
-    array = np.array([payload], dtype=object)
-    if zipped:
-        np.savez(stream, tokens=array)
-    else:
-        np.save(stream, array, allow_pickle=True)
+    np.save(stream, np.array([payload], dtype=object), allow_pickle=True)
     return stream.getvalue()
-
-
-def _yaml(payload: Payload) -> bytes:
-    return f"!!python/object/apply:os.system [\"touch '{payload.marker}'\"]\n".encode()
-
-
-def _python(payload: Payload) -> bytes:
-    return f"import os\nos.system(\"touch '{payload.marker}'\")\n".encode()
 
 
 Maker = Callable[[Payload], bytes]
 PAYLOADS: dict[str, Maker] = {
     "old.pkl": lambda payload: pickle.dumps(payload, protocol=0),
-    "new.txt": lambda payload: pickle.dumps(payload, protocol=5),
     "saved.pt": lambda payload: _saved(payload, True),
     "legacy.bin": lambda payload: _saved(payload, False),
     "saved.safetensors": lambda payload: _saved(payload, True),
-    "objects.npy": lambda payload: _numpy(payload, False),
-    "objects.npz": lambda payload: _numpy(payload, True),
+    "objects.npy": _numpy,
     "pickle.toml": lambda payload: pickle.dumps(payload, protocol=0),
     "pickle.json": pickle.dumps,
-    "model.pkl.gz": lambda payload: gzip.compress(pickle.dumps(payload)),
     "megatron.idx": lambda payload: (
         b"MMIDIDX\0\0" + struct.pack("<QB", 1, 8) + _saved(payload, False)
     ),
-    "apply.yaml.toml": _yaml,
-    "recipe.py": _python,
 }
 DOORS: dict[str, tuple[str, ...]] = {
     **{flag: ("pretrain", f"--{flag}", "{file}") for flag in ("data", "model", "recipe", "config")},
@@ -113,15 +96,10 @@ def executed(pristine: Path, place: Path, name: str) -> list[str]:
         if ended.code == TRACEBACK or (ended.code and not ended.is_one_line):
             failures.append(f"{name} at {door}: exit {ended.code}, {ended.stderr[-300:]}")
     for path in (file, folder, run, run / "checkpoints" / NEWEST):
-        try:
+        with suppress(UserError):
             load(path)
             failures.append(f"load took {path}")
-        except UserError:
-            pass
-        if marker.exists():
-            failures.append(f"{name} was executed by load of {path}")
-            marker.unlink()
-    return failures
+    return failures + ([f"{name} was executed by load"] if marker.exists() else [])
 
 
 def _plant(pristine: Path, run: Path, content: bytes) -> None:

@@ -29,14 +29,12 @@ def _outcome(results: Iterable[tuple[str, str]]) -> Outcome:
 
 
 def corruptions(place: Path, count: int) -> Outcome:
-    """R5."""
     run = input_corruptions.make_run(place)
-    names = islice(CORRUPTIONS, count)
+    names = CORRUPTIONS[:count]
     return _outcome((name, input_corruptions.problem(run, place / "copy", name)) for name in names)
 
 
 def pickles(place: Path, count: int) -> Outcome:
-    """R6."""
     run, results = input_corruptions.make_run(place), []
     for name in islice(input_pickles.PAYLOADS, count):
         (place / f"of {name}").mkdir()
@@ -46,26 +44,24 @@ def pickles(place: Path, count: int) -> Outcome:
 
 
 def bad_input(place: Path, count: int) -> Outcome:
-    """R7."""
     input_flags.make_files(place)
     cases = islice(input_flags.bad_input().items(), count)
     return _outcome((name, input_flags.problem(place, *case)) for name, case in cases)
 
 
 def fuzz(place: Path, count: int) -> Outcome:
-    """R8: half of the examples are configurations, half data files; files of runs besides."""
-    run = input_corruptions.make_run(place)
-    configs = input_fuzz.configs()
-    tried = dict.fromkeys(configs, count // 2 // len(configs) + 1)
-    tried |= dict.fromkeys(input_fuzz.data_files(), count // 2)
-    tried |= dict.fromkeys(input_fuzz.run_files(run), min(count // 20 + 1, RUN_FILES))
-    everything = configs | input_fuzz.data_files() | input_fuzz.run_files(run)
+    """Half of the examples are configurations, half data files; files of runs besides."""
+    configs, run = input_fuzz.configs(), input_corruptions.make_run(place)
+    shares = (
+        (configs, count // 2 // len(configs) + 1),
+        (input_fuzz.data_files(), count // 2),
+        (input_fuzz.run_files(run), min(count // 20 + 1, RUN_FILES)),
+    )
     outcome = Outcome()
-    for name, most in tried.items():
-        folder = place / f"of {name}"
-        folder.mkdir()
+    for name, way, most in ((n, way, most) for ways, most in shares for n, way in ways.items()):
+        (folder := place / f"of {name}").mkdir()
         try:
-            outcome += judged([name] * input_fuzz.fuzz(folder, *everything[name], most), "")
+            outcome += judged([name] * input_fuzz.fuzz(folder, *way, most), "")
         except Exception as error:
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             outcome += judged([name], wrong)
@@ -73,7 +69,6 @@ def fuzz(place: Path, count: int) -> Outcome:
 
 
 def data(place: Path, count: int) -> Outcome:
-    """R9."""
     return _outcome(
         (fault, input_data.problem(place / "data", fault, workers=at % 3))
         for at, fault in enumerate(input_data.FAULTS[:count])

@@ -1,31 +1,15 @@
 """Bad, forged or changing input: the error names it, and the good checkpoints are used."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import strategies as st
 
 import fp8stack
 from fp8stack.common.errors import NoUsableCheckpoint
-from fp8stack.training import loop
 from fp8stack.training.checkpoint import reader
-from tests.conftest import TINY, metrics
-from tests.faults.bounded import TIMEOUT, TRACEBACK, bounded
-from tests.faults.bounded import command as in_child
 from tests.faults.inputs import input_data, input_fuzz
-from tests.faults.inputs.input_corruptions import (
-    CORRUPTIONS,
-    NEWEST,
-    OF_RUNS,
-    OLDER,
-    problem,
-    replace,
-    rewrite,
-)
-from tests.faults.processes import last_step
+from tests.faults.inputs.input_corruptions import CORRUPTIONS, NEWEST, OF_RUNS, OLDER, problem
 from tests.support.small_loop import changed
 
 # Children are forked, and threads are not.
@@ -37,12 +21,7 @@ def run(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "run"))
 
 
-ALL_BAD = {
-    "rng missing", "manifest flipped", "swapped files", "NaN weight", "no scale",
-    "2^40 bytes of header", "a name that leads out", "a million keys", "weights without end",
-    "a pipe as manifest", "a file as checkpoint", "a billion layers", "no plan",
-    "another configuration",
-}  # fmt: skip
+ALL_BAD = {"rng missing", "swapped files", "NaN weight", "a pipe as manifest", "no plan"}
 
 
 @pytest.mark.parametrize("corruption", [*CORRUPTIONS, *OF_RUNS])
@@ -51,7 +30,7 @@ def test_the_file_is_named_and_the_last_good_checkpoint_used(corruption, pristin
     assert problem(pristine, tmp_path / "copy", corruption, corruption in ALL_BAD) == ""
 
 
-BAD = ["NaN weight", "model flipped", "the guard's memory"]
+BAD = ["NaN weight", "the guard's memory"]
 
 
 @pytest.mark.parametrize("corruption", BAD)
@@ -88,38 +67,11 @@ def test_a_run_without_run_toml_goes_on_by_its_path_too(run, command, capsys):
     assert "steps = 5" in (run / "run.toml").read_text()
 
 
-def test_a_renamed_checkpoint_gives_its_weights(run):
-    (run / "checkpoints" / OLDER).rename(run / "best")
-    assert isinstance(fp8stack.load(run / "best"), fp8stack.GPT)
-
-
 def test_a_checkpoint_in_the_place_of_another_is_named(run):
     for path in (run / "checkpoints" / OLDER, run / "checkpoints" / "step-000009"):
         shutil.copytree(run / "checkpoints" / NEWEST, path, dirs_exist_ok=True)
     with pytest.warns(UserWarning, match="step-000009 cannot be used: it is of step 4"):
         fp8stack.load(run)
-
-
-def test_a_file_that_is_far_too_large_is_not_read(run):
-    weights = run / "checkpoints" / NEWEST / "model.safetensors"
-    with weights.open("r+b") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
-    ended = in_child(["pretrain", "--resume", "auto", "--out", str(run)], run.parent)
-    assert ended.code == 0, ended.stderr
-    assert f"{NEWEST}/model.safetensors is damaged: it has {2**40} bytes" in ended.stdout
-
-
-def test_a_child_that_eats_memory_or_time_is_ended():
-    assert bounded(lambda: bytearray(2**31), 2**28).code == TRACEBACK
-    assert bounded(lambda: [None for _ in iter(int, 1)], seconds=0.3).code in (TIMEOUT, TRACEBACK)
-
-
-def test_a_stranger_can_state_right_sums(run):
-    """A rewritten manifest passes verification, on which the corruptions build."""
-    folder = run / "checkpoints" / NEWEST
-    rewrite(folder, lambda body: body["info"]["versions"].update(torch="0"))
-    replace(folder, "rng.safetensors", (folder / "rng.safetensors").read_bytes())
-    assert reader.load(folder).info["versions"]["torch"] == "0"
 
 
 # Data
@@ -133,39 +85,11 @@ def test_the_file_and_the_place_are_named(fault, workers, tmp_path):
     assert input_data.problem(tmp_path, fault, workers) == ""
 
 
-def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, command, monkeypatch):
-    path = input_data.good(tmp_path / "a.bin")
-    advance = loop._Loop.advance
-
-    def then_shrink(self: loop._Loop, step: int, tokens_BT: torch.Tensor) -> None:
-        advance(self, step, tokens_BT)
-        if step == 6:
-            os.truncate(path, 100)
-
-    words = ["--data", "a.bin", "--recipe", "fp32", "--set", "model_overrides.vocabulary=300"]
-    with monkeypatch.context() as shrinking:
-        shrinking.setattr(loop._Loop, "advance", then_shrink)
-        ended = in_child(["pretrain", "--out", "r", *TINY, *words], tmp_path)
-    assert (ended.code, ended.is_one_line) == (2, True), ended.stderr
-    assert "a.bin shrank while in use" in ended.stderr
-    assert [row["step"] for row in metrics(tmp_path / "r")] == [1, 2, 3, 4, 5, 6]
-    assert last_step(tmp_path / "r") == 6
-    input_data.good(path)
-    assert command("pretrain", "--resume", "r") == 0
-    assert metrics(tmp_path / "r")[-1]["step"] == 12
-
-
-def test_every_fault_is_done_to_a_file_that_was_good(tmp_path, monkeypatch):
-    """Else a fault could be found for another reason than the one it is for."""
-    monkeypatch.setitem(input_data.BEFORE, "no fault", (lambda path: None, ()))
-    assert input_data.problem(tmp_path, "no fault").startswith("exit 0")
-
-
 # Files that nobody would write; the long form is `python -m bench reliability`
 
 
 CONFIGS, DATA_FILES = input_fuzz.configs(), input_fuzz.data_files()
-RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "rows", "manifests")
+RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "manifests")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -182,11 +106,3 @@ def test_any_data_are_taken_or_refused_in_one_line(name, tmp_path):
 @pytest.mark.full
 def test_any_file_of_a_run_is_read_or_refused_in_one_line(name, pristine, tmp_path):
     assert input_fuzz.fuzz(tmp_path, *input_fuzz.run_files(pristine)[name], 8) >= 6
-
-
-def test_an_error_that_is_not_for_users_is_not_let_by(tmp_path):
-    def fails(place: Path, value: int) -> None:
-        raise KeyError(value)
-
-    with pytest.raises(KeyError):
-        input_fuzz.fuzz(tmp_path, st.integers(), fails, 5)

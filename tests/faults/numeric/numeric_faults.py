@@ -1,9 +1,8 @@
 """Values that break numbers, put into a run by hooks: what, into which place, at which steps."""
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,18 @@ IN_PASS = ("activation", "input", "grad_output", "dgrad", "wgrad", "loss", "amax
 
 @dataclass(kw_only=True)
 class Fault:
-    """A value, a place and its steps.
+    """A value, put into one element of a place.
 
     Attributes:
         place: activation (the residual stream), dgrad (its gradient), input and grad_output of a
             linear, wgrad and weight of that linear, loss (the value alone; its gradient stays),
             amax (as recorded in the pass), history (an old amax), moment (the first), scale (of
             delayed scaling), loss_scale (of fp16).
-        value: what is put into one element.
         steps: their numbers, from 1.
-        layer: the linear that is meant.
         block: where the residual stream is meant: at the entry of this module.
         micro_batch: in which pass of the step, from 0.
         only_in_fp8: whether the fault goes away where the linear leaves FP8.
         most: how often it happens at most; once, if it is not to come again after a roll-back.
-        injected: how often it happened.
     """
 
     place: str
@@ -70,26 +66,36 @@ class Fault:
         submodule = run.model.get_submodule
         block, layer = submodule(self.block), submodule(self.layer)
         run.model.register_forward_pre_hook(lambda model, args: self._count(run), prepend=True)
-        hooks: dict[str, Callable[[], object]] = {
-            "activation": lambda: block.register_forward_pre_hook(self._spoil_input(run)),
-            "input": lambda: layer.register_forward_pre_hook(self._spoil_input(run)),
-            "dgrad": lambda: block.register_forward_pre_hook(self._spoil_gradient(run)),
-            "grad_output": lambda: layer.register_forward_hook(
-                lambda layer, args, y: self._follow(run, y)
-            ),
-            "loss": lambda: run.model.register_forward_hook(
-                lambda model, args, loss: (
-                    loss + (self.value - loss.detach()) if self._happens(run) else None
-                )
-            ),
-            "amax": lambda: run.model.register_forward_hook(
-                lambda model, args, loss: self._record(run) if self._happens(run) else None
-            ),
-            "loss_scale": lambda: run.model.register_forward_pre_hook(
-                lambda model, args: self._set_loss_scale(run) if self._happens(run) else None
-            ),
-        }
-        hooks.get(self.place, lambda: None)()
+
+        def spoil_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            return (self._spoilt(args[0]), *args[1:]) if self._happens(run) else None
+
+        def loss_of_value(model: nn.Module, args: object, loss: Tensor) -> Tensor | None:
+            return loss + (self.value - loss.detach()) if self._happens(run) else None
+
+        def record(model: nn.Module, args: object, loss: Tensor) -> None:
+            if self._happens(run):
+                self._delayed(run).history.recorded(f"{self.layer}.input").fill_(self.value)
+
+        def set_loss_scale(model: nn.Module, args: object) -> None:
+            if self._happens(run):
+                assert run.scaler is not None
+                run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": self.value})
+
+        if self.place == "activation":
+            block.register_forward_pre_hook(spoil_input)
+        elif self.place == "input":
+            layer.register_forward_pre_hook(spoil_input)
+        elif self.place == "dgrad":
+            block.register_forward_pre_hook(lambda block, args: self._follow(run, args[0]))
+        elif self.place == "grad_output":
+            layer.register_forward_hook(lambda layer, args, y: self._follow(run, y))
+        elif self.place == "loss":
+            run.model.register_forward_hook(loss_of_value)
+        elif self.place == "amax":
+            run.model.register_forward_hook(record)
+        elif self.place == "loss_scale":
+            run.model.register_forward_pre_hook(set_loss_scale)
 
     def _count(self, run: Run) -> None:
         """Count the micro-batches of a step; a repeated step starts again at 0."""
@@ -99,13 +105,9 @@ class Fault:
             self._step = run.step
 
     def _due(self, run: Run) -> bool:
-        return (
-            run.model.training
-            and run.step + 1 in self.steps
-            and self._pass == self.micro_batch
-            and self.injected < self.most
-            and (not self.only_in_fp8 or self.layer in fp8_linears(run.model))
-        )
+        in_pass = run.model.training and self._pass == self.micro_batch
+        now = in_pass and run.step + 1 in self.steps and self.injected < self.most
+        return now and (not self.only_in_fp8 or self.layer in fp8_linears(run.model))
 
     def _happens(self, run: Run) -> bool:
         due = self._due(run)
@@ -119,18 +121,6 @@ class Fault:
         value = torch.tensor(self.value, device=x.device).to(x.dtype)  # fp16 has no 1e38
         return torch.where(chosen.view(x.shape), value, x)
 
-    def _spoil_input(self, run: Run) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            return (self._spoilt(args[0]), *args[1:]) if self._happens(run) else None
-
-        return hook
-
-    def _spoil_gradient(self, run: Run) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self._follow(run, args[0])
-
-        return hook
-
     def _follow(self, run: Run, x: Tensor, accumulates: bool = False) -> None:
         """Spoil the gradient of `x`; a parameter's gradient arrives in every pass."""
         if x.requires_grad and (accumulates or self._due(run)):
@@ -142,13 +132,6 @@ class Fault:
     def _delayed(self, run: Run) -> DelayedScaling:
         assert run.backend.delayed is not None
         return run.backend.delayed
-
-    def _record(self, run: Run) -> None:
-        self._delayed(run).history.recorded(f"{self.layer}.input").fill_(self.value)
-
-    def _set_loss_scale(self, run: Run) -> None:
-        assert run.scaler is not None
-        run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": self.value})
 
     @torch.no_grad()
     def _break(self, run: Run) -> None:

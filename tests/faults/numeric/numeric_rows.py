@@ -169,14 +169,15 @@ def only_in_fp8(folder: Path, recipe: str, place: str = "input") -> str:
 
 def _is_saved(run: Run) -> bool:
     """Whether there are checkpoints, all of them finite."""
-    saved = [checkpoints.load(path) for path in checkpoints.candidates(run.folder.checkpoints)]
-    tensors = [
-        t
-        for checkpoint in saved
-        for group in ("model", "optimizer")
-        for t in checkpoint.tensors[group].values()
+    groups = [
+        group
+        for path in checkpoints.candidates(run.folder.checkpoints)
+        for name, group in checkpoints.load(path).tensors.items()
+        if name in ("model", "optimizer")
     ]
-    return bool(saved) and all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return bool(groups) and all(
+        bool(t.isfinite().all()) for group in groups for t in group.values()
+    )
 
 
 def _wrong_rungs(run: Run, expected: list[str]) -> str:
@@ -229,10 +230,8 @@ MOST_FALSE_PERCENT = 0.1
 
 
 def spikes(folder: Path, count: int) -> Outcome:
-    """Tenfold losses, `count` in all, of runs in several recipes, and false alarms in clean ones.
-
-    There are 500 clean steps to a spike, 10,000 to 20, spread over the recipes.
-    """
+    """Tenfold losses, `count` in all, of runs in several recipes, and false alarms in 500 clean
+    steps to a spike."""
     recipes = ("fp32", "delayed", "current", "fp16")
     outcome = Outcome()
     for number, recipe in enumerate(recipes):
@@ -248,13 +247,9 @@ def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
     trained(run)
     # The spike may overflow in fp16, which skips the step as well.
     rows = json_lines(run.folder.metrics)
-    skipped_steps = {
-        row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")
-    }
+    skipped = {row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")}
     at = spiked_steps(steps)[:count]
-    missed = [
-        f"{recipe}: the spike of step {step} was taken" for step in at if step not in skipped_steps
-    ]
+    missed = [f"{recipe}: the spike of step {n} was taken" for n in at if n not in skipped]
     return Outcome(injected=len(at), survived=len(at) - len(missed), lost=tuple(missed))
 
 

@@ -21,13 +21,9 @@ from tests.support.each_model import on_each_model
 
 SETS = ["model_overrides.layers=1", "model_overrides.heads=2", "model_overrides.width=32"]
 SMALL: dict[str, Any] = {
-    "batch": 4,
-    "context": 32,
-    "eval_every": 10**6,
-    "warmup_steps": 2,
-    "telemetry_every": 0,
-}
-SMALL |= {"eval_windows": 4, "sample_tokens": 0, "save_every": 2, "device": "cpu"}
+    "batch": 4, "context": 32, "eval_every": 10**6, "warmup_steps": 2, "telemetry_every": 0,
+    "eval_windows": 4, "sample_tokens": 0, "save_every": 2, "device": "cpu",
+}  # fmt: skip
 Event = dict[str, Any]
 Digest = dict[str, str]
 

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fp8stack.common.errors import NumericFailure
 from fp8stack.common.io import json_lines
-from fp8stack.training.guard.policy import Guard
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.faults.numeric import numeric_rows
 from tests.faults.numeric.numeric_faults import VALUES, Fault, places
 from tests.faults.numeric.numeric_rows import FP8, RECIPES, transient
-from tests.faults.numeric.small_runs import Recorder, digest_of, events, small_run, trained
+from tests.faults.numeric.small_runs import Recorder, events, small_run, trained
 from tests.support.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,23 +53,9 @@ def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
         for number, value in enumerate(VALUES)
         if (at + number) % 2 in share or place not in places("fp32")
     ]
-    assert len(chosen) == {"fp16": 4, "delayed": 12}.get(recipe, 0) + 16 * len(share)
     outcome = transient(tmp_path, recipe, chosen)
     assert outcome.lost == ()
     assert outcome.injected == outcome.survived == len(chosen)
-
-
-def test_without_the_guard_the_same_check_finds_every_fault_lost(tmp_path, monkeypatch):
-    """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
-    monkeypatch.setattr(
-        "fp8stack.training.guard.amax_checks.Amaxes.restore", lambda self, where: None
-    )
-    monkeypatch.setattr(Guard, "_mend", lambda self, step, reason: None)
-    chosen = [("loss", "inf"), ("wgrad", "nan"), ("moment", "inf")]
-    outcome = transient(tmp_path, "delayed", chosen)
-    assert (outcome.injected, outcome.survived) == (3, 0)
-    assert "amax_history differs after the step" in outcome.lost[0]
-    assert "did not go back" in outcome.lost[2]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
@@ -107,9 +91,9 @@ def left_out(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recipe", "step", "sets"),
     [
-        *((recipe, step, []) for recipe in ("fp32", "delayed") for step in (1, 4, 8)),
+        *(("delayed", step, []) for step in (1, 4, 8)),
         ("delayed", 5, ["recipe_overrides.history_length=1"]),
-        *((recipe, 4, []) for recipe in ("block", "mxfp8", "nvfp4")),
+        *(("fp32", 1, []), ("nvfp4", 4, [])),
     ],
 )
 @pytest.mark.full
@@ -145,14 +129,6 @@ def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path):
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
-def test_weights_that_break_again_go_back_again_if_there_was_progress(tmp_path):
-    faults = [Fault(place="weight", value=NAN, steps={step}) for step in (6, 10, 16)]
-    run = spoilt(tmp_path, "fp32", faults, steps=20)
-    back = [row["to_step"] for row in events(run) if row["event"] == "rollback"]
-    assert back == [4, 8, 14]
-    assert [fault.injected for fault in faults] == [1, 1, 1]
-
-
 def test_a_learning_rate_that_breaks_the_weights_in_a_finite_step_is_told_at_once(tmp_path):
     with pytest.raises(NumericFailure, match=r"^Step 1: .*weight contains .*Lower --lr"):
         spoilt(tmp_path, "delayed", [], steps=8, lr=1e30)
@@ -176,6 +152,7 @@ def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_eve
         assert rungs[0]["why"].startswith("14 of 27 steps were bad: the loss is nan")
 
 
+@pytest.mark.full
 def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
     keys = {"guard": {"patience": 2}, "save_every": 8}
     run = spoilt(tmp_path, "fp32", [alternating("loss")], steps=20, **keys)
@@ -191,7 +168,7 @@ def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
     [
         *(("delayed", place) for place in ("input", "grad_output", "wgrad", "loss")),
         *(("fp16", "input"), ("fp16", "grad_output"), ("fp32", "activation"), ("mxfp8", "dgrad")),
-        *(("current", "weight"), ("current", "moment")),  # gone back from once
+        ("current", "weight"),  # gone back from once
     ],
 )
 @pytest.mark.full
@@ -210,19 +187,6 @@ def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place
     assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
 
 
-@pytest.mark.parametrize("place", ["history", "scale"])
-@pytest.mark.full
-def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place, tmp_path):
-    losses = []
-    for most in (0, INF):
-        fault = Fault(place=place, value=1e38, steps=range(5, 11), most=most)
-        run = spoilt(tmp_path, "delayed", [fault], steps=10)
-        assert [step for step, _ in events_of(run)] == (list(range(5, 11)) if most else [])
-        losses.append([row["loss"] for row in json_lines(run.folder.metrics) if "loss" in row])
-    assert fault.injected == 6
-    assert losses[0] == losses[1]
-
-
 def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
     run = spoilt(tmp_path, "fp16", [Fault(place="loss_scale", value=NAN, steps={5})], steps=8)
     rows = json_lines(run.folder.metrics)
@@ -230,18 +194,3 @@ def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
     assert math.isfinite(scales[6])
     assert scales[6] > 1024
     assert events_of(run) == [(5, "skip")]
-
-
-def test_the_long_form_of_the_row_has_every_fault():
-    everything = sum(len(places(recipe)) * len(VALUES) for recipe in RECIPES)
-    assert everything + 8 * 8 + 6 == numeric_rows.ALL_FAULTS
-
-
-def test_a_digest_tells_any_single_change():
-    x = torch.zeros(1000)
-    digests = {digest_of(x)}
-    for place in (0, 1, 999):
-        for value in (1.0, -1.0, 1e-45, NAN):
-            x.zero_()[place] = value
-            digests.add(digest_of(x))
-    assert len(digests) == 13

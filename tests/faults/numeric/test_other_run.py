@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from fp8stack.planning.run_config import FREE_ON_RESUME, RunConfig
-from tests.faults.numeric import numeric_rows, other_runs
-from tests.faults.numeric.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
-from tests.faults.numeric.small_runs import small_run
+from tests.faults.numeric.other_runs import OTHERS, refusal, resumed_as, saved_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,16 +57,3 @@ def test_what_may_change_goes_through(keys, saved):
             assert config[key] | value == config[key]
         else:
             assert config[key] == (tuple(value) if isinstance(value, list) else value)
-
-
-def test_a_resumption_that_is_not_refused_is_told(saved):
-    assert refusal(saved, Other({"log_every": 2}, "log_every")) == "the run was resumed"
-    wrong = refusal(saved, Other({"seed": 3}, "lr is"))
-    assert wrong.startswith("exit code 2: Cannot resume")
-
-
-def test_the_row_of_the_matrix_counts_what_it_tried(tmp_path, monkeypatch):
-    outcome = numeric_rows.other_runs(tmp_path, 3)
-    assert (outcome.injected, outcome.survived, outcome.lost) == (3, 3, ())
-    monkeypatch.setattr(other_runs, "set_up", lambda *_: small_run(tmp_path, "n", "fp32"))
-    assert numeric_rows.other_runs(tmp_path, 2).survived == 0
