@@ -19,7 +19,6 @@ from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels import variants as kernels
 from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.variants import KernelVariant
-from fp8stack.layers.kernels.weight_casts import BatchedCast
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.weight_changes import CachedWeight
 from fp8stack.model.config import GPTConfig, plan_for
@@ -175,65 +174,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         weights, "launch_weights", lambda tiles, *_: tiles_of_launches.append(tiles)
     )
     return tiles_of_launches
-
-
-@pytest.fixture
-def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A launch is replaced by casts of one weight after another."""
-    initialize, cast, constructed = BatchedCast.__init__, BatchedCast.cast, {}
-
-    def remember(self: BatchedCast, weight_list: Any, quantizer: Any, places: Any = ()) -> None:
-        initialize(self, weight_list, quantizer, places)
-        constructed[self] = weight_list, places
-
-    def fill(self: BatchedCast, scales: Any = None, amaxes: Any = None) -> None:
-        cast(self, scales, amaxes)
-        weight_list, places = constructed[self]
-        for weight, (rowwise, columnwise), place in zip(
-            weight_list, self.copies, places, strict=True
-        ):
-            data, transposed, largest = fused_casts.cast_transpose(weight, scales[place])
-            rowwise.data.view(torch.uint8).data.copy_(data.view(torch.uint8))
-            columnwise.data.view(torch.uint8).data.copy_(transposed.view(torch.uint8))
-            for matrix in (rowwise, columnwise):
-                matrix.inv_scale.data.copy_(1 / scales[place])
-            if amaxes is not None:
-                assert largest is not None
-                amaxes[place] = torch.maximum(amaxes[place], largest)
-
-    monkeypatch.setattr(BatchedCast, "__init__", remember)
-    monkeypatch.setattr(BatchedCast, "cast", fill)
-    return launches
-
-
-def losses_of(model: GPT) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        for micro_batch in range(2):
-            loss = loss_of(model, 2 * step + micro_batch)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_compiled_blocks_read_the_copies_and_are_compiled_once_for_all(stand_in, compiler) -> None:
-    torch._dynamo.reset()
-    expected = losses_of(gpt("delayed", layers=3))
-    backend, model = CompileCounterWithBackend(compiler), gpt("delayed", layers=3)
-    stand_in.clear()
-    model.compile_blocks(backend=backend)
-    assert losses_of(model) == pytest.approx(expected, rel=1e-5)
-    assert len(stand_in) == 3  # once for two micro-batches
-    assert backend.frame_count == 2  # a block, and the loss
-    torch._dynamo.reset()
 
 
 @needs_triton

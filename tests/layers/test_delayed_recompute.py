@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack.common.errors import UserError
@@ -115,45 +115,3 @@ def test_a_backward_pass_through_two_models_runs_each_again():
     for plain_model, frugal_model in zip(plain, frugal, strict=True):
         assert same(gradients(plain_model), gradients(frugal_model))
         assert same(fp8_state(plain_model), fp8_state(frugal_model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_checkpointing_of_compiled_blocks_changes_nothing_either(backend):
-    results = []
-    for recompute in ("none", "block", "selective"):
-        torch._dynamo.reset()
-        compiled = gpt("delayed", backend)
-        compiled.recompute = recompute
-        compiled.compile_blocks("aot_eager")
-        results.append(trained(compiled))
-    plain, *frugal = results
-    for tensors in frugal:
-        assert same(tensors, plain)
-    torch._dynamo.reset()
-
-
-class Inner(nn.Module):
-    """A linear that checkpointing inside of checkpointing runs again."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.linear, x, use_reentrant=True)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_inside_of_checkpointing_changes_nothing(reentrant):
-    plain, nested = gpt(), gpt()
-    for block in nested.blocks:
-        block.mlp.up = Inner(block.get_submodule("mlp.up"))
-    checkpointed(nested, reentrant)
-    for trainee in (plain, nested):
-        for step in range(2):
-            trainee.zero_grad()  # else sums are in another order
-            loss_of(trainee, step).backward()
-    expected, nested_gradients = gradients(plain).values(), gradients(nested).values()
-    assert all(map(torch.equal, expected, nested_gradients))
-    assert same(fp8_state(plain), fp8_state(nested))

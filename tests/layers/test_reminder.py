@@ -195,26 +195,3 @@ def test_weights_that_are_computed_are_noticed(change, warnings):
     model.load_state_dict(state, strict=False)
     run(model)
     assert warnings() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loaded", [pytest.param("before", marks=pytest.mark.slow), "after"])
-def test_a_compiled_model_warns_once_and_compiles_no_more_than_that(loaded, warnings):
-    torch._dynamo.reset()
-    saved, model = trained(), fresh()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    if loaded == "after":
-        run(compiled)
-        run(compiled)
-        assert warnings() == 0
-    model.load_state_dict(saved.state_dict())
-    run(compiled)
-    assert warnings() == 1
-    run(compiled)  # without the warning, which is a graph of its own
-    count = torch._dynamo.utils.counters["frames"]["total"]
-    for _ in range(3):
-        model.load_state_dict(saved.state_dict())
-        load_fp8_state(model, fp8_state(saved))
-        run(compiled)
-    assert warnings() == 0
-    assert torch._dynamo.utils.counters["frames"]["total"] == count

@@ -128,13 +128,3 @@ def test_layers_that_te_does_not_compute_are_compiled(te):
 def test_experts_of_te_are_called_from_compiled_blocks(te):
     graphs = require_equal_runs(te, "delayed", LLAMA | MIXTURE)
     assert {"softmax", "argsort", "scaled_dot_product_attention"} <= graphs.all
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_inductor_compiles_around_te(te, recipe):
-    compiled: Any = "inductor"
-    losses, _, calls = trained(te, compiled, recipe, LLAMA)
-    eager_losses, _, eager_calls = trained(te, None, recipe, LLAMA)
-    assert losses == pytest.approx(eager_losses, rel=1e-3)
-    assert calls == eager_calls

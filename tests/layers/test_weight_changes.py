@@ -25,7 +25,6 @@ from tests.support.backend_models import (
     loss_of,
     normal,
     same,
-    scales,
     train,
 )
 from tests.support.cases import case
@@ -128,26 +127,6 @@ def test_hooks_that_update_in_the_backward_pass_train_as_steps_after_it(values, 
     assert same(fp8_state(hooked), fp8_state(plain))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend"), [case(*way, quick=way == SOME[0]) for way in SOME[:3]]
-)
-def test_an_update_that_is_compiled_trains_as_one_that_is_not(recipe, backend):
-    @torch.compile(backend="aot_eager")
-    def update(parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.add_(gradient, alpha=-RATE)
-
-    def compiled(model: nn.Module) -> None:
-        parameters: list[torch.Tensor] = list(model.parameters())
-        with torch.no_grad():
-            update(parameters, [p.grad for p in parameters if p.grad is not None])
-
-    torch._dynamo.reset()
-    expected = trained(gpt(recipe, backend), counted)
-    assert_alike(trained(gpt(recipe, backend), compiled), expected)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(("recipe", "backend"), [case(*way, quick=way in QUICK) for way in SOME])
 def test_weights_that_change_between_micro_batches_are_cast_anew_though_an_optimizer_steps(
     values, recipe, backend
@@ -248,25 +227,3 @@ def test_values_of_every_dtype_are_compared(dtype):
         for parameter in model.parameters():
             parameter.data.mul_(2)
         assert filled(model[0], "0")[1] == step + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_a_model_that_is_compiled_as_a_whole_notices_values_as_well(compiler):
-    torch._dynamo.reset()
-    states = []
-    for change in (counted, by_data):
-        layer, _ = linear("delayed", 32, 48)
-        layer.compile(backend=compiler)
-        for step in range(3):
-            for micro_batch in range(2):
-                layer(normal(6, 32, seed=2 * step + micro_batch)).square().mean().backward()
-            change(layer)
-            layer.zero_grad()
-        layer.delayed.apply_pending_update()
-        states.append((filled(layer, "layer"), scales(layer)))
-    assert states[0][0] == [6, 3, 6]
-    assert states[0] == states[1]
-    torch._dynamo.reset()

@@ -86,15 +86,15 @@ def launched_ptx(kernel: Any, *arguments: Any, capability: int, **options: Any) 
     return text
 
 
-def code_of(
+def ptx_of(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
     capability: int,
     **options: Any,
-) -> Mapping[str, Any]:
-    """What Triton compiles a kernel to, by "ptx" and "cubin"; pointers and sizes are divisible by
-    16, except for `scale`, which points into an array."""
+) -> str:
+    """The PTX that Triton compiles a kernel to; pointers and sizes are divisible by 16, except for
+    `scale`, which points into an array."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -108,13 +108,7 @@ def code_of(
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    code: Mapping[str, Any] = compiled.asm
-    return code
-
-
-def ptx_of(*arguments: Any, **options: Any) -> str:
-    """The PTX of `code_of`."""
-    text: str = code_of(*arguments, **options)["ptx"]
+    text: str = compiled.asm["ptx"]
     return text
 
 
