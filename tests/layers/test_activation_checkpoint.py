@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -16,10 +17,10 @@ from fp8stack import GPT, build_backend, fp8_state, load_config
 from fp8stack.layers import activation_checkpoint
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import Recompute
-from fp8stack.planning.memory import Setting, estimate
 from fp8stack.precision import Hardware
 from tests.support.cases import case
 from tests.support.live_bytes import kept_bytes
+from tests.support.operators import Operators
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,8 +78,7 @@ def trained(model: GPT, steps: int = 2, accumulate: int = 2) -> list[Tensor]:
 
 def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
     assert len(results) == len(expected)
-    for tensor, reference in zip(results, expected, strict=True):
-        assert torch.equal(tensor, reference)
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.capability("D2")
@@ -94,7 +94,7 @@ def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
 
 
 @pytest.mark.capability("D2")
-@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+@pytest.mark.parametrize(("recipe", "backend"), [*FEW, ("mxfp8", "emulate"), ("rowwise", "torch")])
 def test_selective_keeps_less_than_none_and_block_less_than_selective(
     recipe: str, backend: str
 ) -> None:
@@ -126,21 +126,15 @@ def test_selective_keeps_what_gemms_and_attention_give_and_the_input(
 @pytest.mark.parametrize("mode", ["selective", "block"])
 def test_which_operators_run_again(mode: Recompute) -> None:
     """Selective checkpointing runs no GEMM and no attention again in the backward pass."""
-    calls: dict[str, int] = {}
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            calls[str(func)] = calls.get(str(func), 0) + 1
-            return func(*args, **(kwargs or {}))
-
     model = gpt("fp32", "reference", recompute=mode)
     tokens = torch.zeros(2, 33, dtype=torch.int64)
     loss = model(tokens[:, :-1], tokens[:, 1:])
-    with Count():
+    with Operators() as operators:
         loss.backward()
+    calls = Counter(operators.names)
     attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     # Two GEMMs for each of 2 x 4 linears and the head, more if forward GEMMs run again.
-    assert (calls.get(attention, 0) == 0) is (mode == "selective")
+    assert (calls[attention] == 0) is (mode == "selective")
     assert (calls["aten.mm.default"] <= 2 * (4 * 2 + 1)) is (mode == "selective")
 
 
@@ -209,7 +203,7 @@ def saved_by_block(model: GPT) -> int:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.full
 def test_a_compiled_block_saves_what_its_backward_pass_reads_of_gemms_and_attention() -> None:
-    """No more than is estimated. The mode may change after the compilation."""
+    """The mode may change after the compilation."""
     model = gpt("fp32", "reference", layers=1)
     model.compile_blocks("aot_eager")
     B, T, D = 2, 32, 128
@@ -220,17 +214,7 @@ def test_a_compiled_block_saves_what_its_backward_pass_reads_of_gemms_and_attent
             model(torch.zeros(B, T, dtype=torch.int64)).sum().backward()  # sets the block's mode
         sizes[mode] = saved_by_block(model)
     # qkv, attention and its statistic, output, up; not down, which no gradient depends on.
-    read = 4 * (B * T * (3 * D + D + D + 128) + B * 4 * T)
-    setting = Setting(
-        config=model.config,
-        plan=model.backend.plan,
-        sequences=B,
-        context=T,
-        checkpointing="selective",
-    )
-    block_input = 4 * B * T * D
-    assert read <= sizes["selective"] <= estimate(setting).first_block - block_input
-    assert sizes["selective"] < sizes["none"]
+    assert 4 * (B * T * (3 * D + D + D + 128) + B * 4 * T) <= sizes["selective"] < sizes["none"]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])

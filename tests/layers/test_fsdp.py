@@ -87,12 +87,6 @@ def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
     assert (full.shape, full.dtype, scale.item()) == (weight.shape, torch.float32, 3.5)
 
 
-def test_a_quarter_of_the_bytes_travels(sharded: ShardedWeight) -> None:
-    ((data,), _) = sharded.fsdp_pre_all_gather(Mesh(1))
-    assert data.dtype == torch.uint8
-    assert data.numel() * data.element_size() * 4 == sharded.numel() * 4
-
-
 def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(
     weight: torch.Tensor, sharded: ShardedWeight
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8stack.layers import fp8_state
 from fp8stack.layers.grouped_te import TEGroupedLinear
+from tests.support import grouped_models
 from tests.support.backend_models import RECIPES, grad, machine, normal, same
 from tests.support.grouped_models import Grouped, ends_of
 from tests.support.te.te_stand_in import GroupedLinear
@@ -23,10 +24,7 @@ def grouped(recipe: str, backend: str, **options: Any) -> Grouped:
 
 
 def passed(model: Grouped, sizes: list[int], seed: int) -> list[Tensor]:
-    x = normal(sum(sizes), IN, seed=seed).requires_grad_()
-    y = model(x, ends_of(sizes))
-    y.backward(normal(*y.shape, seed=seed + 1).to(y.dtype))
-    return [y.detach(), grad(x)]
+    return grouped_models.passed(model, sizes, torch.float32, seed, (IN, OUT))
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4"])

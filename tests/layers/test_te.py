@@ -752,24 +752,6 @@ def test_names_and_initial_values_are_the_emulators(te, norm, qk_norm):
     assert [n for n, _ in model.named_buffers()] == []
 
 
-@pytest.mark.parametrize("first", ["train", "eval"])
-def test_one_backward_through_a_pass_that_records_and_one_that_does_not(te, first):
-    models = layers("delayed"), layers("delayed", "emulate")
-    modes = [("train", 1.0), ("eval", 100.0)]
-    for step in range(3):
-        for model in models:
-            ys, dys = [], []
-            for mode, size in modes if first == "train" else reversed(modes):
-                model.train(mode == "train")
-                shapes = Layers.SHAPES.values()
-                ys += model(
-                    [normal(16, n, seed=step, std=size).requires_grad_() for n, _ in shapes]
-                )
-                dys += [normal(16, n, seed=step, std=size).bfloat16() for _, n in shapes]
-            torch.autograd.backward(ys, dys)
-        assert same(*map(fp8_state, models)), step
-
-
 def test_an_autocast_around_a_model_changes_nothing(te):
     plain, around = gpt("current", model={"qk_norm": True}), gpt("current", model={"qk_norm": True})
     expected = loss_of(plain, 1)

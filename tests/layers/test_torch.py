@@ -39,7 +39,6 @@ from tests.support.backend_models import (
     PER_TENSOR,
     gpt,
     linear,
-    loss_of,
     same,
     saved_tensors,
     train,
@@ -122,24 +121,15 @@ def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_reci
 
 
 def compiled(layer, mode):
-    return layer if mode == "eager" else torch.compile(layer, backend=mode, fullgraph=True)
+    return torch.compile(layer, backend=mode, fullgraph=True)
 
 
-STEPS = [
-    case(recipe, hardware, mode, quick=mode == "eager")
-    for recipe in ON_CPUS
-    for hardware in (CPU, H100)
-    for mode in ("eager", "inductor")
-]
-
-
-@pytest.mark.parametrize(("recipe", "hardware", "mode"), STEPS)
-def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware, mode):
-    torch._dynamo.reset()
+@pytest.mark.parametrize("hardware", [CPU, H100])
+@pytest.mark.parametrize("recipe", ON_CPUS)
+def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware):
     options: dict[str, Any] = {"history_length": 8} if recipe == "delayed" else {}
     by_torch, _ = linear(recipe, 48, 32, hardware=hardware, **options, backend="torch")
     emulated, _ = linear(recipe, 48, 32, hardware=hardware, backend="emulate", **options)
-    forward = compiled(by_torch, mode)
     dtype = by_torch.compute_dtype
     for step in range(20):
         x = normal(16, 48, seed=step, std=2.0 ** (step % 5)).to(dtype)
@@ -148,12 +138,12 @@ def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recip
             x.zero_()
         if step == 9:
             x[3, 5], dy[2, 2] = math.nan, math.nan
-        results = run(by_torch, x, dy, forward)
+        results = run(by_torch, x, dy)
         expected = run(emulated, x, dy)
         assert same(fp8_state(by_torch), fp8_state(emulated)), step
         if step != 9:
             assert_all_close(results, expected, tolerance=1e-2)
-        for layer in (by_torch, emulated):  # by an optimizer: compiled code notices nothing else
+        for layer in (by_torch, emulated):
             layer.zero_grad()
             layer.weight.grad = normal(32, 48, seed=200 + step)
             torch.optim.SGD([layer.weight], lr=0.1).step()
@@ -262,8 +252,8 @@ def test_a_gemm_of_rows_in_bf16_adds_a_bias_as_well(monkeypatch):
 
 @pytest.mark.parametrize(
     ("cuda", "capability", "gives"),
-    [("12.9", (9, 0), True), ("13.0", (9, 0), True), ("12.8", (9, 0), False),
-     ("13.0", (10, 0), False), ("13.0", (12, 0), False), (None, (9, 0), False)],
+    [("12.9", (9, 0), True), ("12.8", (9, 0), False), ("13.0", (10, 0), False),
+     (None, (9, 0), False)],
 )  # fmt: skip
 def test_which_gpus_give_float32_for_rows(monkeypatch, cuda, capability, gives):
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -359,13 +349,12 @@ def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
     assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
 
 
-@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [case(name, quick=name == "delayed") for name in ON_CPUS])
 @pytest.mark.full
-def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe, mode):
+def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe):
     torch._dynamo.reset()
     layer = run_on(recipe, CPU, bias=False)()
-    assert hidden(layer, 40, compiled(layer, mode)) == []
+    assert hidden(layer, 40, compiled(layer, "aot_eager")) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -397,10 +386,6 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     counts = {"input": 16, "grad_output": 16, "weight": 8}
     assert Counter(casts) == {quantizers[name]: count for name, count in counts.items()}
     assert same(fp8_state(by_torch), fp8_state(emulated))
-    emulated.load_state_dict(by_torch.state_dict())
-    with torch.no_grad():
-        loss, emulated_loss = (loss_of(model.eval(), 7).item() for model in (by_torch, emulated))
-    assert loss == pytest.approx(emulated_loss, rel=1e-3)
 
 
 # torch 2.13's C++ for some of these loops ends in an assertion of its own (`try_loop_split`).
@@ -431,20 +416,6 @@ def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     if mode == "inductor":  # it does not round the bias to bfloat16 before it adds it
         torch.testing.assert_close(results[0], expected[0], rtol=2**-7, atol=2**-7)
         results = expected[0], *results[1:]
-    assert same(dict(enumerate(results)), dict(enumerate(expected)))
-    assert len(cuda_gemm) == 6
-
-
-@pytest.mark.slow
-def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gemm, monkeypatch):
-    """torch 2.11 compiles none."""
-    monkeypatch.setattr(scaled_gemms, "_COMPILES_SCALED_MM", False)
-    monkeypatch.setattr(F, "scaled_mm", torch.compiler.disable(F.scaled_mm))
-    torch._dynamo.reset()
-    layer, _ = linear("block", 128, 256, hardware=H100, backend="torch")
-    x, dy = normal(128, 128).bfloat16(), normal(128, 256, seed=1).bfloat16()
-    expected = run(layer, x, dy)
-    results = run(layer, x, dy, compiled(layer, "aot_eager"))
     assert same(dict(enumerate(results)), dict(enumerate(expected)))
     assert len(cuda_gemm) == 6
 
@@ -480,10 +451,6 @@ def test_what_the_hardware_does_not_take_is_refused_on_every_device(change, word
     b = torch.zeros(N, change.get("K_of_b", K)).to(change.get("b", torch.float8_e4m3fn))
     if change.get("turned"):
         a = torch.zeros(K, 16).to(torch.float8_e4m3fn).t()
-    scale = torch.ones(())
+    a, b = (Scaled(matrix, torch.ones(()), ScaleLayout.PER_TENSOR) for matrix in (a, b))
     with pytest.raises(ValueError, match=words):
-        scaled_gemm(
-            Scaled(a, scale, ScaleLayout.PER_TENSOR),
-            Scaled(b, scale, ScaleLayout.PER_TENSOR),
-            torch.float32,
-        )
+        scaled_gemm(a, b, torch.float32)

@@ -150,19 +150,6 @@ def test_an_operator_reaches_tritons_own_launch_once_for_each_kernel(call, launc
     assert kernels[:first] == kernels[first:]
 
 
-def test_other_dtypes_and_shapes_have_kernels_of_their_own(launches):
-    for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        for name in ("gelu", "relu2"):
-            x = product(name, *dtypes)
-            fused_casts.product_amax(x)
-    assert launches.by_triton == 4
-    for rows, columns in ((16, 32), (32, 16), (16, 32)):
-        variants.transpose_bytes(torch.zeros(rows, columns, dtype=torch.uint8))
-    assert launches.by_triton == 6
-    sizes = [arguments[-6:-4] for arguments in launches.passed[-3:]]
-    assert sizes == [(16, 32), (32, 16), (16, 32)]
-
-
 def aligned(size: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
     """A tensor whose address is `offset` bytes above a multiple of 16."""
     memory = torch.zeros(size * dtype.itemsize + 32, dtype=torch.uint8)
