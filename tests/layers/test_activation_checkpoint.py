@@ -84,9 +84,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.capability("D2")
 @pytest.mark.parametrize(("recipe", "backend", "shape"), CASES)
 @pytest.mark.full
-def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
-    recipe: str, backend: str, shape: str
-) -> None:
+def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(recipe, backend, shape):
     more = SHAPES[shape]
     expected = trained(gpt(recipe, backend, **more))
     for mode in ("selective", "block"):
@@ -95,9 +93,7 @@ def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
 
 @pytest.mark.capability("D2")
 @pytest.mark.parametrize(("recipe", "backend"), [*FEW, ("mxfp8", "emulate"), ("rowwise", "torch")])
-def test_selective_keeps_less_than_none_and_block_less_than_selective(
-    recipe: str, backend: str
-) -> None:
+def test_selective_keeps_less_than_none_and_block_less_than_selective(recipe, backend):
     model = gpt(recipe, backend, layers=1, dropout=0.2)
     tokens = torch.zeros(2, 33, dtype=torch.int64)
     sizes = {}
@@ -108,9 +104,7 @@ def test_selective_keeps_less_than_none_and_block_less_than_selective(
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("fp32", "reference"), ("delayed", "emulate")])
-def test_selective_keeps_what_gemms_and_attention_give_and_the_input(
-    recipe: str, backend: str
-) -> None:
+def test_selective_keeps_what_gemms_and_attention_give_and_the_input(recipe, backend):
     """A block keeps its input, attention's statistic, and qkv, attention, output, up and down."""
     model = gpt(recipe, backend)
     B, T, D = 2, 32, 128
@@ -173,9 +167,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("recipe", "backend", "shape"), COMPILED)
 @pytest.mark.full
-def test_compiled_selective_checkpointing_changes_no_bit_either(
-    recipe: str, backend: str, shape: str
-) -> None:
+def test_compiled_selective_checkpointing_changes_no_bit_either(recipe, backend, shape):
     """Amaxes are recorded once, and stochastic rounding draws the same numbers again. One
     compilation serves equal blocks."""
     expected = trained(gpt(recipe, backend, **SHAPES[shape]))

@@ -177,9 +177,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_triton
-def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weights(
-    launches,
-) -> None:
+def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weights(launches):
     model = gpt("delayed")
     hooks(model)
     up = up_of(model)
@@ -202,7 +200,7 @@ def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weigh
 @needs_triton
 def test_weights_that_change_before_the_backward_pass_are_an_error_and_an_evaluation_is_none(
     stand_in,
-) -> None:
+):
     model = gpt("delayed")
     loss = loss_of(model, 0)
     model.eval()
@@ -244,7 +242,7 @@ def test_all_weights_of_192_linears_are_one_launch(launches) -> None:
 @pytest.mark.full
 def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
     monkeypatch, backend, recipe, graphs
-) -> None:
+):
     """They are 80 to 90 launches for each weight else, and several times the memory traffic."""
     model = gpt(recipe, B200, width=128)
     hooks(model)

@@ -115,9 +115,7 @@ def test_groups_that_are_too_many_for_the_kernel_are_emulated(gemm) -> None:
 
 
 @pytest.mark.parametrize("recipe", FP8_GEMMS)
-def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
-    gemm, recipe, monkeypatch
-) -> None:
+def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(gemm, recipe, monkeypatch):
     casts: list[Tensor] = []
     round_groups = groups._round_groups
 

@@ -161,9 +161,7 @@ def test_the_forward_pass_of_a_linear_is_at_most_25_calls_in_5_files(backend) ->
 
 @pytest.mark.parametrize("groups", [4, 64])
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "rowwise"])
-def test_the_forward_pass_of_groups_is_at_most_40_calls_and_2_for_each_group(
-    recipe, groups
-) -> None:
+def test_the_forward_pass_of_groups_is_at_most_40_calls_and_2_for_each_group(recipe, groups):
     offs = torch.arange(8, 8 * groups + 1, 8, dtype=torch.int32)
     x = torch.randn(8 * groups, IN, requires_grad=True)
     model = Grouped(recipe, groups=groups)

@@ -36,9 +36,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("backend", "recipe", "hardware"), ARMS)
 @pytest.mark.full
-def test_a_pass_waits_for_nothing(
-    backend: str, recipe: str, hardware: Hardware, copies: list[str]
-) -> None:
+def test_a_pass_waits_for_nothing(backend, recipe, hardware, copies):
     plan = plan_for(CONFIG, recipe, hardware, backend)
     assert plan.backend == backend
     model = GPT(CONFIG, build_backend(plan)).to("meta")

@@ -238,9 +238,7 @@ def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
      ("mxfp8", "emulate", False), ("current", "emulate", True)],
 )  # fmt: skip
 @pytest.mark.full
-def test_a_run_is_the_same_to_the_bit(
-    te: object, recipe: str, backend: str, again: bool | None
-) -> None:
+def test_a_run_is_the_same_to_the_bit(te, recipe, backend, again):
     """`again`: blocks run again in the backward pass, by reentrant checkpointing or not."""
     records: Seen = []
     models = [gpt(recipe, backend) for _ in range(2)]
@@ -263,9 +261,7 @@ def near(x: Tensor, reference: Tensor, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("activation", TRANSFORMER_ENGINES)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_fused_modules_show_the_operands_of_an_unfused_model(
-    te: object, recipe: str, activation: str
-) -> None:
+def test_fused_modules_show_the_operands_of_an_unfused_model(te, recipe, activation):
     shape = {"activation": activation, "bias": activation == "gelu_tanh"}
     fused, plain = (gpt(recipe, "te", shape) for _ in range(2))
     plain.blocks[0].backend._fuses = lambda x, norm: False
@@ -281,9 +277,7 @@ def test_fused_modules_show_the_operands_of_an_unfused_model(
 
 
 @pytest.mark.parametrize("norm_by", ["TE", "cuDNN", "cuDNN, but for whole tiles alone"])
-def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
-    te: object, norm_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(te, norm_by, monkeypatch):
     """Observers get the bits that Transformer Engine casts, by the rule in its source."""
     monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", str(int("cuDNN" in norm_by)))
     cast: list[Tensor] = []

@@ -30,9 +30,7 @@ def normal(*shape, seed):
 
 
 @pytest.mark.parametrize("recipe", LOW)
-def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere_else(
-    recipe,
-):
+def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere_else(recipe):
     x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
     x[5, 7] = torch.nan
     y, dx, dw = run(recipe, x, dy)

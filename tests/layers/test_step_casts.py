@@ -78,9 +78,7 @@ def passes(model: GPT) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("recipe", "backend", "shape"), MODELS, ids=["bf16", "fp8", "experts"])
 @pytest.mark.full
-def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(
-    recipe: str, backend: str, shape: dict[str, object], compiled: bool
-) -> None:
+def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(recipe, backend, shape, compiled):
     torch._dynamo.reset()
     models = pair(recipe, backend, shape)
     for model in models if compiled else ():
@@ -102,9 +100,7 @@ def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(
 
 
 @pytest.mark.parametrize(("recipe", "backend", "shape"), MODELS, ids=["bf16", "fp8", "experts"])
-def test_micro_batches_share_the_copies(
-    recipe: str, backend: str, shape: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_share_the_copies(recipe, backend, shape, monkeypatch):
     shared, plain = pair(recipe, backend, shape)
     parameters: list[Tensor] = []
     exact = LowPrecisionLayer.in_compute_dtype

@@ -866,9 +866,7 @@ def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "recipe", [case(name, quick=name == "delayed") for name in ("delayed", "nvfp4", "mxfp8")]
 )
-def test_a_whole_run_saves_resumes_and_names_itself(
-    te, recipe, command: Command, tmp_path, on_gpus, capsys
-):
+def test_a_whole_run_saves_resumes_and_names_itself(te, recipe, command, tmp_path, on_gpus, capsys):
     # Compiled code counts no GEMMs.
     flags = ["--recipe", recipe, *FLAGS, *SHORT, "--accumulate", "2", "--no-compile"]
     assert command("pretrain", "--out", "whole", *flags) == 0

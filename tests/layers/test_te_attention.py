@@ -398,7 +398,7 @@ def flags_of(recipe: str, kind: str, gpu: str) -> list[str]:
     ],
 )
 def test_a_whole_run_saves_and_resumes_to_the_bit(
-    te, recipe, kind, gpu, command: Command, tmp_path, on_gpus, capsys
+    te, recipe, kind, gpu, command, tmp_path, on_gpus, capsys
 ):
     flags = [*flags_of(recipe, kind, gpu), "--accumulate", "2", "--telemetry-every", "4"]
     assert command("pretrain", "--out", "whole", *flags) == 0
@@ -424,7 +424,7 @@ def test_a_whole_run_saves_and_resumes_to_the_bit(
     [case("delayed", "9.0", quick=True), case("mxfp8", "10.x", quick=False)],
 )
 def test_a_run_of_attention_in_fp8_is_loaded_on_a_cpu_with_attention_in_the_compute_dtype(
-    te, recipe, gpu, command: Command, on_gpus, capsys
+    te, recipe, gpu, command, on_gpus, capsys
 ):
     assert command("pretrain", "--out", "r", *flags_of(recipe, "delayed", gpu), "--steps", "2") == 0
     capsys.readouterr()
@@ -447,7 +447,7 @@ ON_HOPPER = [*flags_of("delayed", "delayed", "9.0"), "--out", "r"]
 
 
 def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_a_branch_can(
-    te, command: Command, monkeypatch, tmp_path, on_gpus, capsys
+    te, command, monkeypatch, tmp_path, on_gpus, capsys
 ):
     assert command("pretrain", *ON_HOPPER, "--steps", "1") == 0
     monkeypatch.undo()
@@ -468,7 +468,7 @@ def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_a_branch_can(
 
 
 def test_the_scales_of_attention_begin_at_1_in_their_phase(
-    te, command: Command, tmp_path, on_gpus, capsys, undrawn
+    te, command, tmp_path, on_gpus, capsys, undrawn
 ):
     flags = ["--phases", "default", "--set", "warmup_steps=2", "--telemetry-every", "1"]
     assert command("pretrain", *ON_HOPPER, *flags) == 0
@@ -489,9 +489,7 @@ def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, t
 
 
 @pytest.mark.parametrize("most", [case(3, quick=True), case(0, quick=False)])
-def test_the_guard_takes_attention_out_of_fp8(
-    te, monkeypatch, most, command: Command, tmp_path, on_gpus
-):
+def test_the_guard_takes_attention_out_of_fp8(te, monkeypatch, most, command, tmp_path, on_gpus):
     """The attention whose amax goes wrong; or all that is in FP8, if no more layers may leave it
     one by one."""
     cast = te_stand_in.AttentionQuantizer.__call__
@@ -643,7 +641,7 @@ def test_settings_that_make_attention_something_else_are_refused(te, monkeypatch
     ],
 )
 def test_a_run_whose_sequences_attention_in_fp8_does_not_take_is_refused(
-    te, kind, flags, message, command: Command, on_gpus, capsys
+    te, kind, flags, message, command, on_gpus, capsys
 ):
     shape = ["--set", "model.width=64", "--set", "model.heads=2"]
     shape += ["--set", f"recipe.attention={kind}"]
@@ -651,9 +649,7 @@ def test_a_run_whose_sequences_attention_in_fp8_does_not_take_is_refused(
     assert f"attention = '{kind}' {message}" in capsys.readouterr().err
 
 
-def test_a_run_whose_attention_cudnn_does_not_take_ends_in_a_line(
-    te, command: Command, on_gpus, capsys
-):
+def test_a_run_whose_attention_cudnn_does_not_take_ends_in_a_line(te, command, on_gpus, capsys):
     te.no_kernel = True
     assert command("pretrain", "--out", "r", *flags_of("mxfp8", "current", "10.x")) == 2
     last_line = capsys.readouterr().err.strip().splitlines()[-1]

@@ -55,9 +55,7 @@ def test_a_cpu_takes_the_loop() -> None:
     assert not takes_grouped_mm(x, x, ENDS)
 
 
-def test_a_group_without_rows_has_a_product_of_zeros_whatever_the_kernel_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_without_rows_has_a_product_of_zeros_whatever_the_kernel_leaves(monkeypatch):
     def leaves_memory(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return torch.full((4, a.shape[0], b.shape[1]), torch.nan)
 

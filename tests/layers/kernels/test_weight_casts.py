@@ -95,7 +95,7 @@ CODES = [
 @pytest.mark.parametrize(("capability", "dtype", "options"), CODES)
 def test_a_gpus_code_stores_several_bytes_at_once_and_converts_exactly(
     capability, dtype, options, tmp_path, monkeypatch, launched
-) -> None:
+):
     from fp8stack.layers.kernels import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
