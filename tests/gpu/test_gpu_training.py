@@ -20,7 +20,7 @@ from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe
-from tests.conftest import Command, losses, metrics
+from tests.conftest import losses, metrics
 from tests.gpu.machine import CONTEXT, require_plan
 
 pytestmark = pytest.mark.gpu

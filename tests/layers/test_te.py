@@ -25,7 +25,7 @@ from fp8stack.model.convert import convert
 from fp8stack.model.gpt import MLP
 from fp8stack.precision import load_recipe, resolve
 from tests.conftest import TINY as FLAGS
-from tests.conftest import Command, losses, metrics
+from tests.conftest import losses, metrics
 from tests.support import backend_models
 from tests.support.backend_models import (
     CPU,
@@ -117,11 +117,10 @@ def weight_casts(te) -> int:
 # Transformer Engine's source
 
 
-# A place in the source, and below it pieces of code that must be there.
+# A place in the source, and below it the pieces of code that must be there, split by ||.
 RELIED_ON = """
 pytorch/quantization.py:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer
-    index_in_buffer = cls.get_buffer_info()
-    if index_in_buffer in fp8_meta: return
+    index_in_buffer = cls.get_buffer_info() || if index_in_buffer in fp8_meta: return
 pytorch/quantization.py:FP8GlobalStateManager.autocast_exit
     if enabled and qstate.autocast_depth == 0 and (not _graph) and torch.is_grad_enabled():
     cls.reduce_and_update_fp8_tensors(forward=True)
@@ -133,8 +132,7 @@ pytorch/quantization.py:DelayedScalingRecipeState.__init__
 pytorch/quantization.py:DelayedScalingRecipeState.make_quantizers
     Float8Quantizer(self.scale[i], self.amax_history[0][i].reshape((1,)), self.dtype)
 pytorch/quantization.py:Float8BlockScalingRecipeState.make_quantizers
-    qparams = self.recipe.fp8_quant_fwd_weight
-    force_pow_2_scales=qparams.power_2_scale
+    qparams = self.recipe.fp8_quant_fwd_weight || force_pow_2_scales=qparams.power_2_scale
 pytorch/quantization.py:_compute_nvfp4_support
     if get_device_compute_capability() >= (10, 0): return (True, '')
 pytorch/quantization.py:NVFP4BlockScalingRecipeState.make_quantizers
@@ -145,8 +143,7 @@ pytorch/quantization.py:NVFP4BlockScalingRecipeState.make_quantizers
     with_2d_quantization=qparams.fp4_2d_quantization
     stochastic_rounding=qparams.stochastic_rounding
 pytorch/tensor/nvfp4_tensor.py:NVFP4Quantizer.__init__
-    with_amax_reduction: bool=False
-    with_random_sign_mask: bool=True
+    with_amax_reduction: bool=False || with_random_sign_mask: bool=True
 pytorch/tensor/nvfp4_tensor.py:get_wgrad_sign_vector
     [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 pytorch/custom_recipes/reference_nvfp4.py:NVFP4QuantizerRef.qgemm
@@ -165,8 +162,7 @@ pytorch/module/base.py:TransformerEngineBaseModule.prepare_forward
     self.init_fp8_metadata(num_gemms=num_gemms)
     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
 pytorch/module/base.py:TransformerEngineBaseModule.set_activation_dtype
-    if torch.is_autocast_enabled():
-    raise TypeError(
+    if torch.is_autocast_enabled(): || raise TypeError(
 pytorch/module/base.py:TransformerEngineBaseModule.get_extra_state
     pickle.dumps(state)
 pytorch/module/linear.py:Linear.__init__
@@ -193,15 +189,11 @@ pytorch/module/layernorm_linear.py:LayerNormLinear.forward
     @no_torch_dynamo()
 pytorch/module/grouped_linear.py:GroupedLinear.__init__
     self._offsets = {'input': 0, 'weight': 1, 'output': 2, 'grad_output': 0, 'grad_input': 1
-    self._num_fp8_tensors_per_gemm = {'fwd': 3, 'bwd': 2}
-    self.register_parameter(f'weight{i}',
-    self.register_parameter(f'bias{i}',
-    self.reset_parameters(defer_init=is_meta)
+    self._num_fp8_tensors_per_gemm = {'fwd': 3, 'bwd': 2} || self.register_parameter(f'weight{i}',
+    self.register_parameter(f'bias{i}', || self.reset_parameters(defer_init=is_meta)
 pytorch/module/grouped_linear.py:GroupedLinear.forward
-    @no_torch_dynamo()
-    inp = self.prepare_forward(inp, num_gemms=self.num_gemms)
-    cache_weight = is_first_microbatch is not None
-    if m_splits.size() != (num_gemms,):
+    @no_torch_dynamo() || inp = self.prepare_forward(inp, num_gemms=self.num_gemms)
+    cache_weight = is_first_microbatch is not None || if m_splits.size() != (num_gemms,):
 pytorch/module/grouped_linear.py:GroupedLinear._get_weight_tensors
     grouped_weight = getattr(self, 'weight', None)
     [getattr(self, f'weight{i}') for i in range(self.num_gemms)]
@@ -211,9 +203,7 @@ pytorch/module/grouped_linear.py:_GroupedLinear.forward
     m_splits = m_splits.tolist()
     quantize_weight(tensor=weights[i], quantizer=weight_quantizers[i],
 pytorch/quantization.py:get_align_size_for_quantization
-    if recipe.mxfp8(): return 32
-    if recipe.nvfp4(): return 128
-    return 16
+    if recipe.mxfp8(): return 32 || if recipe.nvfp4(): return 128 || return 16
 pytorch/module/linear.py:_linear_forward_impl
     update_ws = is_first_microbatch is None or is_first_microbatch
 pytorch/module/linear.py:_linear_backward_impl
@@ -222,21 +212,15 @@ pytorch/module/linear.py:_Linear.backward
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 pytorch/module/layernorm_linear.py:LayerNormLinear.__init__
     self.weight_names = ['weight'] self.bias_names = ['bias']
-    self.register_parameter('layer_norm_weight',
-    self.register_parameter('layer_norm_bias',
+    self.register_parameter('layer_norm_weight', || self.register_parameter('layer_norm_bias',
     if self.normalization != 'RMSNorm':
 pytorch/module/layernorm_mlp.py:LayerNormMLP.__init__
-    assert normalization in ['LayerNorm', 'RMSNorm']
-    self.register_parameter('layer_norm_weight',
-    self.register_parameter('layer_norm_bias',
-    self.register_parameter('fc1_weight',
-    self.register_parameter('fc1_bias',
-    self.register_parameter('fc2_weight',
-    self.register_parameter('fc2_bias',
-    fc1_output_features = 2 * self.size_per_partition
+    assert normalization in ['LayerNorm', 'RMSNorm'] || self.register_parameter('layer_norm_weight',
+    self.register_parameter('layer_norm_bias', || self.register_parameter('fc1_weight',
+    self.register_parameter('fc1_bias', || self.register_parameter('fc2_weight',
+    self.register_parameter('fc2_bias', || fc1_output_features = 2 * self.size_per_partition
 pytorch/module/layernorm_mlp.py:LayerNormMLP.forward
-    @no_torch_dynamo()
-    inp = self.prepare_forward(inp, num_gemms=2)
+    @no_torch_dynamo() || inp = self.prepare_forward(inp, num_gemms=2)
     fc1_bias = self.fc1_bias if self.use_bias else None
 pytorch/module/layernorm_mlp.py:LayerNormMLP._get_quantizers
     fc1_input_quantizer = self.quantizers['scaling_fwd'][FP8FwdTensorIdx.GEMM1_INPUT]
@@ -244,9 +228,7 @@ pytorch/module/layernorm_mlp.py:LayerNormMLP._get_quantizers
     fc1_grad_output_quantizer = self.quantizers['scaling_bwd'][FP8BwdTensorIdx.GRAD_OUTPUT1]
     fc2_grad_output_quantizer = self.quantizers['scaling_bwd'][FP8BwdTensorIdx.GRAD_OUTPUT2]
 pytorch/module/layernorm_mlp.py:_get_act_func_supported_list
-    'gelu': (tex.gelu,
-    'srelu': (tex.srelu,
-    'swiglu': (tex.swiglu,
+    'gelu': (tex.gelu, || 'srelu': (tex.srelu, || 'swiglu': (tex.swiglu,
 common/__init__.py:
     MIN_CUDNN_VERSION = (9, 12, 0)
 pytorch/cpp_extensions/fused_attn.py:
@@ -266,13 +248,11 @@ pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAtten
     primary_idx = -1 if len(recipe) == 2 else 0
     self.fp8_meta[fp8_meta_tensor_key] = recipe_states[primary_idx]
 pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention.forward
-    num_gemms=3
-    'is_training': self.training
+    num_gemms=3 || 'is_training': self.training
     if sum([use_flash_attention, use_fused_attention, use_unfused_attention]) == 0: raise ValueError
 pytorch/attention/dot_product_attention/utils.py:get_attention_backend
     if device_compute_capability < (10, 0): logger.debug('Disabling FusedAttention for MXFP8
-    if cudnn_version < (9, 21, 0):
-    elif cudnn_version in ((9, 23, 0), (9, 23, 1)):
+    if cudnn_version < (9, 21, 0): || elif cudnn_version in ((9, 23, 0), (9, 23, 1)):
     if device_compute_capability == (12, 0):
     if device_compute_capability < (10, 0): logger.debug('Disabling FusedAttention for FP8 current
     if cudnn_version < (9, 14, 0):
@@ -302,14 +282,10 @@ pytorch/ops/basic/rmsnorm.py:RMSNorm.__init__
 pytorch/ops/op.py:BasicOperation
     def get_extra_state(self)
 pytorch/__init__.py:
-    from transformer_engine.pytorch.module import GroupedLinear
-    from transformer_engine.pytorch.module import LayerNormLinear
-    from transformer_engine.pytorch.module import Linear
-    from transformer_engine.pytorch.module import LayerNormMLP
-    from transformer_engine.pytorch.module import LayerNorm
-    from transformer_engine.pytorch.module import RMSNorm
-    from transformer_engine.pytorch.quantization import autocast
-    from transformer_engine.pytorch.attention import DotProductAttention
+    pytorch.module import GroupedLinear || pytorch.module import LayerNormLinear
+    pytorch.module import Linear || pytorch.module import LayerNormMLP
+    pytorch.module import LayerNorm || pytorch.module import RMSNorm
+    pytorch.quantization import autocast || pytorch.attention import DotProductAttention
 """
 
 
@@ -318,8 +294,9 @@ def test_transformer_engine_still_has_what_the_backend_relies_on():
     for line in RELIED_ON.strip().splitlines():
         if line[0] != " ":
             where = line
-        elif not source.says(where, line.strip()):
-            missing.append((where, line.strip()))
+        else:
+            pieces = line.split(" || ")
+            missing += [(where, piece) for piece in pieces if not source.says(where, piece)]
     assert missing == []
 
 
@@ -547,24 +524,6 @@ def test_weights_are_quantized_once_for_each_optimizer_step(te, recipe):
             assert firsts(te) == [first] * 6
             assert weight_casts(te) == (8 if first else 0)
         optimizer.step()
-
-
-def test_weights_are_quantized_again_when_they_change(te):
-    model = gpt("current")
-    loss_of(model, 1)
-    loss_of(model, 1)
-    assert firsts(te) == [True] * 6 + [False] * 6
-    with torch.no_grad():
-        model.blocks[0].mlp.up.weight.mul_(3)
-    loss = loss_of(model, 1)
-    assert firsts(te) == [True] * 6
-    fresh = gpt("current")
-    fresh.load_state_dict(model.state_dict())
-    assert loss_of(fresh, 1).item() == loss.item()
-    te.calls.clear()
-    fresh.load_state_dict(gpt("current", seed=3).state_dict())
-    loss_of(fresh, 1)
-    assert firsts(te) == [True] * 6
 
 
 @pytest.mark.parametrize("recipe", IN_ALL_LAYERS)

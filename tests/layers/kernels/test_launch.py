@@ -119,12 +119,6 @@ def cast_in_blocks() -> Any:
     return fused_casts.cast_blocks(x, quantizer, columnwise=True, sums=False)
 
 
-def cast_in_mx_blocks() -> Any:
-    quantizer = Quantizer(block=(1, 32), scale="e8m0")
-    x = product("cast", torch.float32)
-    return fused_casts.cast_blocks(x, quantizer, columnwise=False, sums=True)
-
-
 def amax() -> Any:
     return fused_casts.product_amax(product("relu2", torch.bfloat16))
 
@@ -136,7 +130,7 @@ def cast_to_fp4() -> Any:
     return nvfp4.cast_nvfp4(x, rowwise, rowwise, (bits, bits))
 
 
-CALLS: list[Any] = [transposes, cast, cast_in_blocks, cast_in_mx_blocks, amax]
+CALLS: list[Any] = [transposes, cast, cast_in_blocks, amax]
 CALLS += [pytest.param(cast_to_fp4, marks=pytest.mark.slow)]
 
 

@@ -16,7 +16,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import nvfp4
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from tests.support.cases import case
-from tests.support.triton_code import launched_ptx, ptx_of, registers_of
+from tests.support.triton_code import blocks_per_sm, launched_ptx, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -72,16 +72,11 @@ def code(kernel: str, capability: int, *, bf16: bool = True, **variant: Any) -> 
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("capability", "stochastic"),
-    [(100, True), pytest.param(120, False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("capability", [100, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.full
-def test_the_code_reads_16_bytes_and_writes_sectors_of_memory(
-    capability, stochastic, tmp_path, monkeypatch
-):
+def test_the_code_reads_16_bytes_and_writes_sectors_of_memory(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    variant = {"hadamard": 16, "stochastic": stochastic}
+    variant = {"hadamard": 16, "stochastic": True}
     text = code("find_amaxes", capability, **variant)
     assert Counter(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32": 4}
     text = code("cast", capability, **variant)
@@ -91,45 +86,27 @@ def test_the_code_reads_16_bytes_and_writes_sectors_of_memory(
     assert stores == {"st.global.v2.b32": 2, "st.global.b8": 2}
 
 
-FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("cast", {"hadamard": 16, "stochastic": True}),
-    ("cast", {"hadamard": 0, "stochastic": True}),
-    ("cast", {"hadamard": 16, "stochastic": True, "bf16": False}),
-    ("cast", {"hadamard": 16}),
-    ("cast", {"hadamard": 0}),
-    ("cast", {"hadamard": 0, "height": 16}),
-    ("cast", {"hadamard": 0, "columnwise": False}),
-    ("find_amaxes", {"hadamard": 16}),
-    ("find_amaxes", {"hadamard": 0}),
-)
+FORMS: list[dict[str, Any]] = [
+    {"hadamard": 16, "stochastic": True},
+    {"hadamard": 16, "stochastic": True, "bf16": False},
+    {"hadamard": 0},
+    {"hadamard": 0, "height": 16},
+    {"hadamard": 0, "columnwise": False},
+]
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("capability", "kernel", "form"),
-    [
-        case(capability, *form, quick=capability == 100 and place == 0)
-        for capability in (90, 100)
-        for place, form in enumerate(FORMS)
-    ],
-)
+@pytest.mark.parametrize("form", [case(form, quick=form is FORMS[0]) for form in FORMS])
 @pytest.mark.full
-def test_no_register_is_spilled_and_an_sm_runs_two_squares(
-    capability, kernel, form, tmp_path, monkeypatch
-):
+def test_no_register_is_spilled_and_an_sm_runs_two_squares(form, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    registers = registers_of(code(kernel, capability, **form), capability, tmp_path)
-    assert registers.spilled_bytes == 0
-    assert registers.blocks_per_sm(nvfp4.SQUARES[kernel][1]) >= 2
+    warps = nvfp4.SQUARES["cast"][1]
+    assert blocks_per_sm(code("cast", 100, **form), 100, tmp_path, warps) >= 2
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("seed", "first_row"),
-    [
-        case(seed, first_row, quick=(seed, first_row) == (1, 1))
-        for seed, first_row in ((1, 1), (1, 0), (0, 1), (0, 0), (2**32 - 1, 16))
-    ],
+    ("seed", "first_row"), [case(1, 1, quick=True), case(2**32 - 1, 16, quick=False)]
 )
 def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, monkeypatch):
     """Triton makes a constant of an argument that is 1."""
