@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -18,6 +17,7 @@ from fp8stack.layers import activation_checkpoint
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Hardware
+from tests.support.backend_models import history, same
 from tests.support.cases import case
 from tests.support.live_bytes import kept_bytes
 from tests.support.operators import Operators
@@ -58,37 +58,14 @@ def gpt(recipe: str, backend: str, recompute: Recompute = "none", **more: Any) -
     return model
 
 
-def trained(model: GPT, steps: int = 2, accumulate: int = 2) -> list[Tensor]:
-    """Losses, gradients, weights and FP8 state of some steps."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tensors: list[Tensor] = []
-    for _ in range(steps):
-        for _ in range(accumulate):
-            tokens = torch.randint(256, (2, 33))
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            tensors.append(loss.detach())
-        tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-        tensors += [value.clone() for value in fp8_state(model).values()]
-    return tensors + [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(results) == len(expected)
-    assert all(map(torch.equal, results, expected))
-
-
 @pytest.mark.capability("D2")
 @pytest.mark.parametrize(("recipe", "backend", "shape"), CASES)
 @pytest.mark.full
 def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(recipe, backend, shape):
     more = SHAPES[shape]
-    expected = trained(gpt(recipe, backend, **more))
+    expected = history(gpt(recipe, backend, **more))
     for mode in ("selective", "block"):
-        assert_same(trained(gpt(recipe, backend, mode, **more)), expected)
+        assert same(history(gpt(recipe, backend, mode, **more)), expected)
 
 
 @pytest.mark.capability("D2")
@@ -170,11 +147,11 @@ def fresh_compiler() -> Iterator[None]:
 def test_compiled_selective_checkpointing_changes_no_bit_either(recipe, backend, shape):
     """Amaxes are recorded once, and stochastic rounding draws the same numbers again. One
     compilation serves equal blocks."""
-    expected = trained(gpt(recipe, backend, **SHAPES[shape]))
+    expected = history(gpt(recipe, backend, **SHAPES[shape]))
     model = gpt(recipe, backend, recompute="selective", **SHAPES[shape])
     counter = CompileCounterWithBackend("aot_eager")
     model.compile_blocks(counter)
-    assert_same(trained(model), expected)
+    assert same(history(model), expected)
     assert counter.frame_count == 2  # a block, and the loss
 
 
@@ -219,6 +196,4 @@ def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str
         assert small.run.model.recompute == mode
         small.advance(3)
         ends.append(small.state() | fp8_state(small.run.model))
-    for end in ends[1:]:
-        assert end.keys() == ends[0].keys()
-        assert all(torch.equal(end[key], ends[0][key]) for key in end)
+    assert all(same(end, ends[0]) for end in ends[1:])

@@ -22,23 +22,23 @@ from torch.torch_version import TorchVersion
 
 from fp8stack import numerics
 from fp8stack.common.errors import UserError
-from fp8stack.layers import build_backend, compiler, fp8_state
+from fp8stack.layers import compiler, fp8_state
 from fp8stack.layers.compiler import is_compiled, reads_rows, require_compilable
-from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.model.gpt import GPT, Compilable
+from fp8stack.model.config import load_config
+from fp8stack.model.gpt import Compilable
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training import run_plans
 from fp8stack.training.run_plans import plan_recipe
 from fp8stack.training.setup import build
-from tests.support.backend_models import RECIPES, same
+from tests.support import backend_models
+from tests.support.backend_models import RECIPES, loss_of, same
 from tests.support.gemm_oracle import normal
 from tests.support.small_loop import SmallLoop
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 FORMATS = ("e4m3", "e5m2")
 EMULATED = ["nvfp4", "mxfp4", "rowwise"]  # by no torch GEMM
-SHAPE: dict[str, Any] = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,14 +51,9 @@ def fresh_compiler():
 
 
 def gpt(recipe, backend="emulate", hardware=CPU, layers=3):
-    config = GPTConfig(**SHAPE | {"layers": layers})
-    plan = plan_for(config, recipe, hardware, "auto" if recipe in ("fp32", "bf16") else backend)
-    return GPT(config, build_backend(plan))
-
-
-def loss_of(model, step):
-    tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(step))
-    return model(tokens[:, :-1], tokens[:, 1:])
+    backend = "auto" if recipe in ("fp32", "bf16") else backend
+    shape = {"width": 128, "heads": 4, "layers": layers}
+    return backend_models.gpt(recipe, backend, shape, hardware=hardware)
 
 
 def train(model, steps, micro_batches=1, evaluate=True):

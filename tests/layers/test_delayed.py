@@ -22,7 +22,6 @@ from tests.support.backend_models import (
     LINEARS,
     OPERANDS,
     QUIET,
-    WAYS,
     change_weights,
     checkpointed,
     filled,
@@ -355,30 +354,6 @@ def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
 
 
 # Activation checkpointing
-
-
-@pytest.mark.parametrize(
-    ("use_reentrant", "recipe", "backend"),
-    [
-        *((again, *way) for again in (False, True) for way in DELAYED),
-        *(case(False, *way, quick=False) for way in WAYS if way not in DELAYED),
-        case(True, "current", "te", quick=False),
-    ],
-)
-def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant, recipe, backend):
-    plain, frugal = (gpt(recipe, backend) for _ in range(2))
-    checkpointed(frugal, use_reentrant)
-    for step in range(2):
-        for micro_batch in range(2):
-            for model in (plain, frugal):
-                loss = loss_of(model, step + 10 * micro_batch)
-                assert same(fp8_state(model), fp8_state(model))  # a look changes nothing
-                loss.backward()  # gradients accumulate
-            assert_same(plain, frugal)
-        for model in (plain, frugal):
-            sgd(model)
-    if recipe == "delayed":
-        assert {tuple(filled(frugal, path)) for path in LINEARS} == {(4, 2, 4)}
 
 
 # The state is saved, restored, copied, moved

@@ -4,7 +4,6 @@ emulator's. What stands for Transformer Engine is in te_stand_in.py."""
 from __future__ import annotations
 
 import copy
-import json
 import operator
 import sys
 from collections import Counter
@@ -24,8 +23,6 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import MLP
 from fp8stack.precision import load_recipe, resolve
-from tests.conftest import TINY as FLAGS
-from tests.conftest import losses, metrics
 from tests.support import backend_models
 from tests.support.backend_models import (
     CPU,
@@ -814,35 +811,6 @@ def test_layers_that_do_not_train_leave_no_trace_in_the_state(te, quiet):
 # Whole runs
 
 
-SHORT = ["--steps", "8", "--eval-every", "4", "--schedule", "constant"]
-
-
 def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:
     files = sorted((run / f"checkpoints/step-{step:06}").glob("*.safetensors"))
     return {f"{file.stem} {name}": x for file in files for name, x in load_file(file).items()}
-
-
-@pytest.mark.parametrize(
-    "recipe", [case(name, quick=name == "delayed") for name in ("delayed", "nvfp4", "mxfp8")]
-)
-def test_a_whole_run_saves_resumes_and_names_itself(te, recipe, command, tmp_path, on_gpus, capsys):
-    # Compiled code counts no GEMMs.
-    flags = ["--recipe", recipe, *FLAGS, *SHORT, "--accumulate", "2", "--no-compile"]
-    assert command("pretrain", "--out", "whole", *flags) == 0
-    printed = capsys.readouterr().out
-    bits = 4 if recipe == "nvfp4" else 8
-    assert f"FP{bits} GEMMs by Transformer Engine" in printed
-    rows = metrics(tmp_path / "whole")
-    assert {row["precision"] for row in rows} == {recipe}
-    assert {row["fp8_gemms"] for row in rows} == {2 * 3 * 4}
-    assert rows[-1]["val_loss"] < rows[3]["val_loss"]
-    assert (tmp_path / "whole/sample.txt").read_text().startswith("def ")
-    plan = json.loads((tmp_path / "whole/plan.json").read_text())
-    assert (plan["backend"], plan["native"], plan["compute_dtype"]) == ("te", True, "bf16")
-    # The same, interrupted.
-    assert command("pretrain", "--out", "cut", *flags, "--steps", "3") == 0
-    assert command("pretrain", "--resume", "cut", "--steps", "8") == 0
-    straight, resumed = losses(tmp_path / "whole"), losses(tmp_path / "cut")
-    assert [row[:4] for row in resumed] == [row[:4] for row in straight]
-    assert resumed[-1] == straight[-1]
-    assert same(*(checkpoint_tensors(tmp_path / run, 8) for run in ("whole", "cut")))

@@ -383,7 +383,10 @@ def test_a_whole_run_saves_and_resumes_to_the_bit(
 ):
     flags = [*flags_of(recipe, kind, gpu), "--accumulate", "2", "--telemetry-every", "4"]
     assert command("pretrain", "--out", "whole", *flags) == 0
-    assert f"attention: {kind}, the recipe says so" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"attention: {kind}, the recipe says so" in printed
+    assert "GEMMs by Transformer Engine" in printed
+    assert {row["fp8_gemms"] for row in metrics(tmp_path / "whole")} == {2 * 3 * 4}
     assert command("pretrain", "--out", "cut", *flags, "--steps", "3") == 0
     assert command("pretrain", "--resume", "cut", "--steps", "8") == 0
     straight, resumed = losses(tmp_path / "whole"), losses(tmp_path / "cut")

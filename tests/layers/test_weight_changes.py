@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -20,7 +17,7 @@ from tests.support.backend_models import (
     filled,
     gpt,
     grad,
-    gradients,
+    history,
     linear,
     loss_of,
     normal,
@@ -64,26 +61,6 @@ def shared_memory(model: nn.Module) -> None:
 CHANGES = [by_data, copied, shared_memory]
 
 
-def trained(model: GPT, change: Callable[[nn.Module], None], accumulate: int = 1) -> Any:
-    """Losses, gradients and FP8 state of steps that `change` makes."""
-    records: list[Any] = []
-    for step in range(4):
-        for micro_batch in range(accumulate):
-            loss = loss_of(model, 10 * step + micro_batch)
-            loss.backward()
-            records.append(loss.item())
-        records.append({name: value.clone() for name, value in gradients(model).items()})
-        change(model)
-        model.zero_grad()
-    return records, fp8_state(model)
-
-
-def assert_alike(results: Any, expected: Any) -> None:
-    for record, reference in zip(results[0], expected[0], strict=True):
-        assert same(record, reference) if isinstance(record, dict) else record == reference
-    assert same(results[1], expected[1])
-
-
 @pytest.fixture(params=["known", "not known"])
 def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether values were changed is known before a pass, as on a CPU, or the device knows."""
@@ -100,9 +77,9 @@ def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_change_that_nothing_tells_of_trains_as_one_that_torch_counts(
     values, recipe, backend, accumulate
 ):
-    expected = trained(gpt(recipe, backend), counted, accumulate)
+    expected = history(gpt(recipe, backend), 4, accumulate, counted)
     for change in CHANGES:
-        assert_alike(trained(gpt(recipe, backend), change, accumulate), expected)
+        assert same(history(gpt(recipe, backend), 4, accumulate, change), expected)
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [case(*way, quick=way in QUICK) for way in SOME])
