@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8stack import GPT, build_backend, fp8_state, load_config
@@ -20,7 +19,7 @@ from fp8stack.precision import Hardware
 from tests.support.backend_models import history, same
 from tests.support.cases import case
 from tests.support.live_bytes import kept_bytes
-from tests.support.operators import Operators
+from tests.support.operators import Operators, counting
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,7 +148,7 @@ def test_compiled_selective_checkpointing_changes_no_bit_either(recipe, backend,
     compilation serves equal blocks."""
     expected = history(gpt(recipe, backend, **SHAPES[shape]))
     model = gpt(recipe, backend, recompute="selective", **SHAPES[shape])
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     model.compile_blocks(counter)
     assert same(history(model), expected)
     assert counter.frame_count == 2  # a block, and the loss

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack.layers import fused_mlp, weight_cache
 from fp8stack.layers import torch as torch_backend
@@ -26,6 +25,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 from tests.support import backend_models
 from tests.support.backend_models import history, loss_of
+from tests.support.operators import counting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -240,7 +240,7 @@ def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
         monkeypatch.setattr(module, "has_kernel", lambda device: True)
     torch._dynamo.reset()
     torch_backend._compile_once.cache_clear()
-    counter = CompileCounterWithBackend(backend)
+    counter = counting(backend)
     model.compile_blocks(backend=counter)
     model.backend.weights.mark_changed()
     hooks(model)

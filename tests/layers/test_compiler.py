@@ -10,14 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.loop_body import MemoryUsageType
-from torch._inductor.sizevars import SizeVarAllocator
-from torch._inductor.virtualized import V
 from torch.torch_version import TorchVersion
 
 from fp8stack import numerics
@@ -34,6 +29,7 @@ from fp8stack.training.setup import build
 from tests.support import backend_models
 from tests.support.backend_models import RECIPES, loss_of, same
 from tests.support.gemm_oracle import normal
+from tests.support.operators import counting
 from tests.support.small_loop import SmallLoop
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
@@ -158,7 +154,7 @@ def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     """And one compilation serves all blocks. Evaluations, which are compiled apart, are in one
     recipe."""
     plain, fast = made(recipe, backend), made(recipe, backend)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     fast.compile_blocks(backend=counter)
     evaluate = recipe == "delayed"
     losses, expected = (train(model, 3, 2, evaluate) for model in (fast, plain))
@@ -210,7 +206,7 @@ class Times(Compilable):
 
 
 def test_compiled_code_checks_attributes_and_tensors_but_no_constants_of_files(monkeypatch):
-    counter, fast, x = CompileCounterWithBackend("eager"), Times(), torch.ones(2)
+    counter, fast, x = counting("eager"), Times(), torch.ones(2)
     fast.compile_forward(counter)
     assert fast(x).tolist() == [5.0, 5.0]
     monkeypatch.setitem(globals(), "FACTOR", 10.0)  # as nothing does, but this test
@@ -403,35 +399,36 @@ def test_code_rounds_as_eager_code_does_but_where_torch_could_not_compile_it(
     assert "comprehensive_padding" not in compiler.compiled(abs, "inductor")
 
 
-def reduction(*members: Any) -> Any:
-    """A node of inductor's scheduler that reads the buffer "x", of nodes with these loop bodies."""
-    nodes = [SimpleNamespace(_body=body) for body in members]
-    reads = [SimpleNamespace(name="x")]
-    return SimpleNamespace(
-        read_writes=SimpleNamespace(reads=reads),
-        get_nodes=lambda: [*nodes, SimpleNamespace()],  # a kernel of a library has no loops
-    )
+def test_which_reductions_read_rows_is_found_for_nodes_without_loops_too():
+    import sympy  # type: ignore[import-untyped]
+    from torch._inductor.loop_body import MemoryUsageType
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
 
+    def reads(*bodies: Any) -> bool:
+        """Whether a node that reads "x" and consists of nodes with these bodies reads its rows."""
+        nodes = [*(SimpleNamespace(_body=body) for body in bodies), SimpleNamespace()]
+        read_writes = SimpleNamespace(reads=[SimpleNamespace(name="x")])
+        node: Any = SimpleNamespace(read_writes=read_writes, get_nodes=lambda: nodes)
+        return reads_rows(node)
 
-def loops(index: sympy.Expr, *symbols: sympy.Symbol, buffer: str = "x") -> Any:
-    """A loop body that reads a buffer at `index`."""
-    load = SimpleNamespace(buffer_name=buffer, index_name="index0")
-    return SimpleNamespace(
-        var_ranges=dict.fromkeys(symbols, 64),
-        memory_usage={MemoryUsageType.LOAD: [load]},
-        indexing_exprs={"index0": index},
-    )
+    def loops(index: Any, *symbols: Any, buffer: str = "x") -> Any:
+        """A loop body that reads a buffer at `index`."""
+        load = SimpleNamespace(buffer_name=buffer, index_name="index0")
+        return SimpleNamespace(
+            var_ranges=dict.fromkeys(symbols, 64),
+            memory_usage={MemoryUsageType.LOAD: [load]},
+            indexing_exprs={"index0": index},
+        )
 
-
-def test_which_reductions_read_rows_is_found_for_nodes_without_loops_too() -> None:
     row, column = sympy.symbols("row column", integer=True, nonnegative=True)
     scalar = loops(sympy.Integer(0))
     along_rows, along_columns = loops(64 * row + column, row, column), loops(64 * row, column, row)
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):  # type: ignore[arg-type]
-        assert reads_rows(reduction(along_rows))
-        assert reads_rows(reduction(scalar, along_rows))
-        assert reads_rows(reduction(loops(row, row, column)))  # the same number for a whole row
-        assert not reads_rows(reduction(along_columns))
-        assert not reads_rows(reduction(scalar, along_rows, along_columns))
+        assert reads(along_rows)
+        assert reads(scalar, along_rows)
+        assert reads(loops(row, row, column))  # the same number for a whole row
+        assert not reads(along_columns)
+        assert not reads(scalar, along_rows, along_columns)
         inside = loops(64 * row, column, row, buffer="computed by the node itself")
-        assert reads_rows(reduction(inside, along_rows))
+        assert reads(inside, along_rows)

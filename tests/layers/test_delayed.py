@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import nn
 from torch.func import functional_call
 
@@ -270,6 +269,8 @@ def test_a_pass_of_weights_on_meta_leaves_the_state_to_later_passes(recipe, back
 
 
 def test_the_state_stays_where_it_is_if_the_weights_are_offloaded():
+    from accelerate import cpu_offload
+
     shape = {"positions": "rope", "norm": "rmsnorm", "bias": False}  # no weight without a call
     model, twin = gpt(model=shape), gpt(model=shape)
     for trainee in (model, twin):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from accelerate import load_checkpoint_in_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.nn.utils import parametrizations, prune
@@ -116,6 +115,8 @@ def into_part(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def by_accelerate(model: nn.Module, state: dict[str, Any]) -> None:
+    from accelerate import load_checkpoint_in_model
+
     with TemporaryDirectory() as folder:
         safetensors.torch.save_file(state, f"{folder}/model.safetensors")
         load_checkpoint_in_model(model, f"{folder}/model.safetensors")

@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.exc import InductorError
 from torch.nn.functional import SwizzleType
-from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
 from fp8stack.analysis.conform import gemms
@@ -61,11 +59,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
 def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
-    codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    packed = pack_scales(codes, ScaleLayout.MX)
-    assert torch.equal(
-        packed.flatten().view(torch.uint8), to_blocked(codes.view(torch.uint8)).flatten()
-    )
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
+    packed = pack_scales(codes.view(torch.float8_e8m0fnu), ScaleLayout.MX)
+    assert torch.equal(packed.flatten().view(torch.uint8), to_blocked(codes).flatten())
 
 
 OPTIONS = [
@@ -388,18 +386,12 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     assert same(fp8_state(by_torch), fp8_state(emulated))
 
 
-# torch 2.13's C++ for some of these loops ends in an assertion of its own (`try_loop_split`).
-BY_CPP = pytest.mark.xfail(raises=InductorError, strict=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "recipe"),
-    [
-        ("aot_eager", "mxfp8"), ("aot_eager", "nvfp4"), ("inductor", "nvfp4"),
-        pytest.param("inductor", "mxfp8", marks=BY_CPP),
-    ],
-)  # fmt: skip
+    # Inductor's C++ for mxfp8 ends in an assertion of torch 2.13 (`try_loop_split`).
+    [("aot_eager", "mxfp8"), ("aot_eager", "nvfp4"), ("inductor", "nvfp4")],
+)
 def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     cuda_gemm, monkeypatch, mode, recipe
 ):

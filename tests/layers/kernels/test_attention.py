@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.attention import flex_attention
 
 from fp8stack.layers.kernels import attention
@@ -151,6 +150,8 @@ class Graphs(list):
         model.compile_blocks(self._add)
 
     def _add(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._dynamo.backends.debugging import aot_eager
+
         self.append(graph)
         return aot_eager(graph, inputs)
 
