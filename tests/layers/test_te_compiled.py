@@ -86,34 +86,23 @@ def test_compiled_training_calls_te_as_eager_training_does(te, recipe, model):
     assert "silu" not in graphs.all  # in TE's LayerNormMLP
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True}])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (LLAMA | {"qk_norm": True}, {}),
+        (LLAMA | LONG, {"hardware": backend_models.B200, "attention": "delayed"}),
+        (LLAMA | LONG, {"hardware": backend_models.B200, "attention": "current"}),
+    ],
+    ids=["bf16 attention", "delayed attention", "current attention"],
+)
 @pytest.mark.full
-def test_blocks_share_what_is_compiled(te, options):
-    counts = []
-    for layers in (2, 6):
-        graphs = Graphs()
-        trained(te, graphs, "delayed", LLAMA | options | {"layers": layers})
-        counts.append(len(graphs.operators))
-    assert counts[0] == counts[1]
-    rope_and_attention, add, loss = (
-        sum(name in operators for operators in graphs.operators)
-        for name in ("scaled_dot_product_attention", "add", "cross_entropy")
-    )
-    assert (rope_and_attention, loss) == (1, 1)
-    assert add >= 2
-
-
-@pytest.mark.parametrize("attention", ["delayed", "current"])
-@pytest.mark.full
-def test_attention_in_fp8_is_not_compiled_for_each_block(te, attention):
+def test_blocks_share_what_is_compiled(te, model, options):
     counts = []
     for layers in (2, 5):
-        graphs = require_equal_runs(
-            *(te, "delayed", LLAMA | LONG | {"layers": layers}),
-            hardware=backend_models.B200, attention=attention,
-        )  # fmt: skip
+        graphs = require_equal_runs(te, "delayed", model | {"layers": layers}, **options)
         counts.append(len(graphs.operators))
-        assert "scaled_dot_product_attention" not in graphs.all
+        in_graphs = sum("scaled_dot_product_attention" in names for names in graphs.operators)
+        assert in_graphs == (0 if options else 1)
     assert counts[0] == counts[1]
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import SwizzleType
 
@@ -384,32 +383,6 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     counts = {"input": 16, "grad_output": 16, "weight": 8}
     assert Counter(casts) == {quantizers[name]: count for name, count in counts.items()}
     assert same(fp8_state(by_torch), fp8_state(emulated))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "recipe"),
-    # Inductor's C++ for mxfp8 ends in an assertion of torch 2.13 (`try_loop_split`).
-    [("aot_eager", "mxfp8"), ("aot_eager", "nvfp4"), ("inductor", "nvfp4")],
-)
-def test_swizzled_scales_compile_though_inductor_cannot_take_them(
-    cuda_gemm, monkeypatch, mode, recipe
-):
-    torch._dynamo.reset()
-    gemm = torch.compiler.disable(F.scaled_mm)  # a graph that meets it breaks
-    monkeypatch.setattr(F, "scaled_mm", gemm)
-    trained, backend = linear(recipe, 64, 32, hardware=B200, backend="torch")
-    forward = compiled(trained, mode)
-    x, dy = normal(32, 64).bfloat16(), normal(32, 32, seed=1).bfloat16()
-    expected = run(trained, x, dy)
-    for layer in backend.draws.layers.values():  # the same bits again
-        layer.counter.zero_()
-    results = run(trained, x, dy, forward)
-    if mode == "inductor":  # it does not round the bias to bfloat16 before it adds it
-        torch.testing.assert_close(results[0], expected[0], rtol=2**-7, atol=2**-7)
-        results = expected[0], *results[1:]
-    assert same(dict(enumerate(results)), dict(enumerate(expected)))
-    assert len(cuda_gemm) == 6
 
 
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
