@@ -76,7 +76,7 @@ def code(kernel: str, capability: int, *, bf16: bool = True, **variant: Any) -> 
 @pytest.mark.full
 def test_the_code_reads_16_bytes_and_writes_sectors_of_memory(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    variant = {"hadamard": 16, "stochastic": True}
+    variant: dict[str, Any] = {"hadamard": 16, "stochastic": True}
     text = code("find_amaxes", capability, **variant)
     assert Counter(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32": 4}
     text = code("cast", capability, **variant)
