@@ -186,6 +186,7 @@ def test_a_compiled_block_saves_what_its_backward_pass_reads_of_gemms_and_attent
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
+@pytest.mark.full
 def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str) -> None:
     """Telemetry looks inside of blocks: what it computes there is not taken for the model's."""
     ends = []

@@ -318,6 +318,7 @@ def test_an_evaluation_sees_weights_that_changed_unseen():
         assert loss_of(model, 0).item() == loss_of(fresh, 0).item()
 
 
+@pytest.mark.full
 def test_a_pass_compiled_as_a_whole_reads_no_weight_that_an_earlier_one_kept():
     model, donor = gpt("current", "torch", layers=1), gpt("current", "torch", layers=1)
     for parameter in donor.parameters():
@@ -338,6 +339,7 @@ def test_inference_tensors_are_quantized_at_each_pass():
         assert loss_of(model, 0).item() == loss_of(donor, 0).item()
 
 
+@pytest.mark.full
 def test_a_copy_of_a_compiled_model_has_its_own_weights():
     model = gpt("current", layers=1)
     model.compile_blocks(backend="eager")

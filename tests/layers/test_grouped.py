@@ -90,7 +90,7 @@ def test_compiled_it_is_the_same_for_groups_of_any_sizes(recipe, backend) -> Non
     assert counter["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("passes", [None, "aot_eager"])
+@pytest.mark.parametrize("passes", [None, pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_delayed_scales_over_steps_are_those_of_a_loop_whose_linears_miss_some(passes) -> None:
     torch.compiler.reset()
     grouped = Grouped("delayed", history_length=4)

@@ -147,6 +147,7 @@ def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(gemm, recipe,
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.full
 def test_code_is_compiled_once_for_groups_of_any_sizes(gemm, recipe, monkeypatch) -> None:
     torch.compiler.reset()
     eager, model = grouped(recipe, "torch"), grouped(recipe, "torch")

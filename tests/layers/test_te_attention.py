@@ -378,6 +378,7 @@ def flags_of(recipe: str, kind: str, gpu: str) -> list[str]:
         case("nvfp4", "delayed", "10.x", quick=False),
     ],
 )
+@pytest.mark.full
 def test_a_whole_run_saves_and_resumes_to_the_bit(
     te, recipe, kind, gpu, command, tmp_path, on_gpus, capsys
 ):
@@ -451,6 +452,7 @@ def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_a_branch_can(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_scales_of_attention_begin_at_1_in_their_phase(
     te, command, tmp_path, on_gpus, capsys, undrawn
 ):
@@ -473,6 +475,7 @@ def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, t
 
 
 @pytest.mark.parametrize("most", [case(3, quick=True), case(0, quick=False)])
+@pytest.mark.full
 def test_the_guard_takes_attention_out_of_fp8(te, monkeypatch, most, command, tmp_path, on_gpus):
     """The attention whose amax goes wrong; or all that is in FP8, if no more layers may leave it
     one by one."""

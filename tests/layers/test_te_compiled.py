@@ -106,6 +106,7 @@ def test_blocks_share_what_is_compiled(te, model, options):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.full
 def test_layers_that_te_does_not_compute_are_compiled(te):
     graphs = require_equal_runs(te, "delayed", LLAMA, exclude=["blocks.*.mlp.*"])
     kinds = Counter(name for operators in graphs.operators for name in operators)

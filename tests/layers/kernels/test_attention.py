@@ -204,6 +204,7 @@ def test_scores_are_skipped_where_flex_attention_serves(change, blocks):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.full
 def test_cudnn_gets_no_mask(compiled, monkeypatch):
     monkeypatch.setattr(attention, "skips_blocks", lambda device: False)
     cudnn_enabled, real = [], F.scaled_dot_product_attention

@@ -87,6 +87,7 @@ CODES = [
 
 @needs_triton
 @pytest.mark.parametrize(("capability", "dtype", "options"), CODES)
+@pytest.mark.full
 def test_a_gpus_code_stores_several_bytes_at_once_and_converts_exactly(
     capability, dtype, options, tmp_path, monkeypatch, launched
 ):
