@@ -10,7 +10,7 @@ import torch
 from fp8stack.layers import fp8_state
 from fp8stack.layers.kernels import replay
 from tests.conftest import metrics
-from tests.gpu.machine import CONTEXT, no_waiting, require_plan
+from tests.gpu.machine import no_waiting, require_plan
 from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.gpu
@@ -21,9 +21,7 @@ ARMS += [("torch", recipe) for recipe in ("delayed", "current", "block", "mxfp8"
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("backend", "recipe"), ARMS)
-def test_a_training_step_waits_for_nothing(
-    backend: str, recipe: str, compiled: bool, tmp_path: Path
-) -> None:
+def test_a_training_step_waits_for_nothing(backend, recipe, compiled, tmp_path):
     require_plan(backend, recipe)
     small = SmallLoop(
         tmp_path / "r", recipe, width=128, backend=backend, compile=compiled, accumulate=2
@@ -37,9 +35,7 @@ def test_a_training_step_waits_for_nothing(
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_the_guards_cuda_graphs_do_what_its_operators_do(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guards_cuda_graphs_do_what_its_operators_do(recipe, tmp_path, monkeypatch):
     states = []
     for name in ("graphs", "operators"):
         small = SmallLoop(tmp_path / name, recipe, width=128, log_every=3)
@@ -60,15 +56,8 @@ def test_a_run_that_says_nothing_about_it_is_compiled(tmp_path: Path) -> None:
     small.advance(2)
 
 
-def test_an_operation_that_waits_is_detected() -> None:
-    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
-        torch.ones((), device=CONTEXT.device).item()
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_a_bad_step_between_two_looks_leaves_everything_as_it_was(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_a_bad_step_between_two_looks_leaves_everything_as_it_was(recipe, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, width=128, log_every=10)
     small.run.model.register_forward_hook(
         lambda model, args, loss: loss * (float("nan") if small.run.step == 2 else 1.0)

@@ -31,9 +31,7 @@ def error(name: str, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_the_figures_of_an_operand_equal_the_figures_of_a_cpu(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_the_figures_of_an_operand_equal_the_figures_of_a_cpu(name, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 256, generator=generator)
     x[3, 5], x[7, 9], x[100:140] = torch.inf, torch.nan, 1e-6

@@ -20,7 +20,7 @@ from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe
-from tests.conftest import Command, losses, metrics
+from tests.conftest import losses, metrics
 from tests.gpu.machine import CONTEXT, require_plan
 
 pytestmark = pytest.mark.gpu
@@ -53,9 +53,7 @@ def saved(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("backend", "recipe"), ARMS)
-def test_a_run_learns_and_resumes_to_the_bit(
-    backend: str, recipe: str, command: Command, tmp_path: Path
-) -> None:
+def test_a_run_learns_and_resumes_to_the_bit(backend, recipe, command, tmp_path):
     require_plan(backend, recipe)
     flags = ["--recipe", recipe, "--backend", backend, "--out", "r", *FLAGS]
     assert command("pretrain", *flags) == 0
@@ -74,8 +72,8 @@ def test_a_run_learns_and_resumes_to_the_bit(
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "current", "nvfp4"])
 def test_passes_replayed_as_cuda_graphs_are_those_of_eager_code(
-    recipe: str, accumulate: str, command: Command, tmp_path: Path, capsys: Any
-) -> None:
+    recipe, accumulate, command, tmp_path, capsys
+):
     require_plan("reference" if recipe in ("bf16", "fp16") else "torch", recipe)
     flags = ["--recipe", recipe, *FLAGS, "--accumulate", accumulate, "--compile"]
     for graphs in ("true", "false"):
@@ -160,8 +158,8 @@ def _attention_and_gradients(backend: Any, qkv: list[Tensor], path: str | None) 
 
 @pytest.mark.parametrize(("recipe", "attention"), ATTENTION)
 def test_a_run_with_attention_in_fp8_learns_and_resumes_to_the_bit(
-    recipe: str, attention: str, command: Command, tmp_path: Path
-) -> None:
+    recipe, attention, command, tmp_path
+):
     attending(recipe, attention)
     if (torch.backends.cudnn.version() or 0) < 91900:
         pytest.skip("attention in FP8 that repeats to the bit needs cuDNN 9.19")
@@ -230,9 +228,7 @@ def trained(backend: str, recipe: str, compiler: str | None) -> tuple[list[float
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mode(
-    recipe: str,
-) -> None:
+def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mode(recipe):
     """The compiler keeps eager mode's kernels: the graph is the same to the bit."""
     require_plan("torch", recipe)
     torch.use_deterministic_algorithms(True)

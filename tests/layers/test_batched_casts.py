@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -11,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8stack.layers import build_backend, fp8_state, fused_mlp, weight_cache
+from fp8stack.layers import fused_mlp, weight_cache
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels import variants as kernels
 from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.variants import KernelVariant
-from fp8stack.layers.kernels.weight_casts import BatchedCast
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.weight_changes import CachedWeight
-from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
+from tests.support import backend_models
+from tests.support.backend_models import history, loss_of
+from tests.support.operators import counting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -32,18 +33,12 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 CPU = Hardware("cpu")
 USERS = (fused_mlp, torch_backend, weight_cache)
 """The modules that ask whether a device has kernels."""
+SHAPE = {"width": 32, "heads": 2}
 H200, B200 = (Hardware("cuda", of, cuda_version=(13, 0)) for of in ((9, 0), (10, 0)))
 
 
 def gpt(recipe: str, hardware: Hardware = CPU, **sizes: int) -> GPT:
-    shape: dict[str, Any] = {"vocabulary": 128, "context": 16, "width": 32, "heads": 2, "layers": 2}
-    config = GPTConfig(**(shape | sizes))
-    return GPT(config, build_backend(plan_for(config, recipe, hardware, "torch")))
-
-
-def loss_of(model: GPT, step: int) -> Tensor:
-    tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(step))
-    return model(tokens[:, :-1], tokens[:, 1:])
+    return backend_models.gpt(recipe, "torch", SHAPE | sizes, hardware=hardware)
 
 
 def cached_of(layer: QuantizedLinear) -> CachedWeight | None:
@@ -64,25 +59,18 @@ def kept(model: GPT) -> dict[str, Tensor]:
 
 def everything(recipe: str) -> dict[str, Tensor]:
     """Losses, copies and state of three steps of two micro-batches, with evaluations in between."""
-    model, tensors = gpt(recipe), {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for micro_batch in range(2):
-            loss = loss_of(model, 2 * step + micro_batch)
-            with torch.no_grad():
-                model.eval()
-                tensors[f"{step} {micro_batch} evaluated"] = loss_of(model, 99)
-                model.train()
-            loss.backward()
-            tensors[f"{step} {micro_batch}"] = loss.detach()
-            tensors |= {
-                f"{step} {micro_batch} {name}": value for name, value in kept(model).items()
-            }
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            model.blocks[1].mlp.up.in_fp8 = False
-    return tensors | fp8_state(model) | dict(model.state_dict())
+    model, copies = gpt(recipe), {}
+
+    @contextmanager
+    def around(step: int, micro_batch: int) -> Iterator[None]:
+        up_of(model).in_fp8 = step < 2
+        yield
+        copies.update({f"{step} {micro_batch} {name}": x for name, x in kept(model).items()})
+        with torch.no_grad():
+            copies[f"{step} {micro_batch} evaluated"] = loss_of(model.eval(), 99)
+        model.train()
+
+    return history(model, 3, around=around) | copies
 
 
 def blocks_only(recipe: str, hardware: Hardware) -> dict[str, Tensor]:
@@ -177,69 +165,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tiles_of_launches
 
 
-@pytest.fixture
-def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A launch is replaced by casts of one weight after another."""
-    initialize, cast, constructed = BatchedCast.__init__, BatchedCast.cast, {}
-
-    def remember(self: BatchedCast, weight_list: Any, quantizer: Any, places: Any = ()) -> None:
-        initialize(self, weight_list, quantizer, places)
-        constructed[self] = weight_list, places
-
-    def fill(self: BatchedCast, scales: Any = None, amaxes: Any = None) -> None:
-        cast(self, scales, amaxes)
-        weight_list, places = constructed[self]
-        for weight, (rowwise, columnwise), place in zip(
-            weight_list, self.copies, places, strict=True
-        ):
-            data, transposed, largest = fused_casts.cast_transpose(weight, scales[place])
-            rowwise.data.view(torch.uint8).data.copy_(data.view(torch.uint8))
-            columnwise.data.view(torch.uint8).data.copy_(transposed.view(torch.uint8))
-            for matrix in (rowwise, columnwise):
-                matrix.inv_scale.data.copy_(1 / scales[place])
-            if amaxes is not None:
-                assert largest is not None
-                amaxes[place] = torch.maximum(amaxes[place], largest)
-
-    monkeypatch.setattr(BatchedCast, "__init__", remember)
-    monkeypatch.setattr(BatchedCast, "cast", fill)
-    return launches
-
-
-def losses_of(model: GPT) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        for micro_batch in range(2):
-            loss = loss_of(model, 2 * step + micro_batch)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_compiled_blocks_read_the_copies_and_are_compiled_once_for_all(stand_in, compiler) -> None:
-    torch._dynamo.reset()
-    expected = losses_of(gpt("delayed", layers=3))
-    backend, model = CompileCounterWithBackend(compiler), gpt("delayed", layers=3)
-    stand_in.clear()
-    model.compile_blocks(backend=backend)
-    assert losses_of(model) == pytest.approx(expected, rel=1e-5)
-    assert len(stand_in) == 3  # once for two micro-batches
-    assert backend.frame_count == 2  # a block, and the loss
-    torch._dynamo.reset()
-
-
-@needs_triton
-def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weights(
-    launches,
-) -> None:
+def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weights(launches):
     model = gpt("delayed")
     hooks(model)
     up = up_of(model)
@@ -261,8 +188,8 @@ def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weigh
 
 @needs_triton
 def test_weights_that_change_before_the_backward_pass_are_an_error_and_an_evaluation_is_none(
-    stand_in,
-) -> None:
+    launches,
+):
     model = gpt("delayed")
     loss = loss_of(model, 0)
     model.eval()
@@ -304,7 +231,7 @@ def test_all_weights_of_192_linears_are_one_launch(launches) -> None:
 @pytest.mark.full
 def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
     monkeypatch, backend, recipe, graphs
-) -> None:
+):
     """They are 80 to 90 launches for each weight else, and several times the memory traffic."""
     model = gpt(recipe, B200, width=128)
     hooks(model)
@@ -313,7 +240,7 @@ def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
         monkeypatch.setattr(module, "has_kernel", lambda device: True)
     torch._dynamo.reset()
     torch_backend._compile_once.cache_clear()
-    counter = CompileCounterWithBackend(backend)
+    counter = counting(backend)
     model.compile_blocks(backend=counter)
     model.backend.weights.mark_changed()
     hooks(model)

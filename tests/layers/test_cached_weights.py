@@ -43,8 +43,8 @@ def tokens_of(model: GPT, count: int = 40) -> list[int]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.full
 def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
-    recipe: str, experts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recipe, experts, monkeypatch
+):
     model, rounded = model_in(recipe, experts), []
     exact = EmulatedOperand.cast
 

@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.loop_body import MemoryUsageType
-from torch._inductor.sizevars import SizeVarAllocator
-from torch._inductor.virtualized import V
 from torch.torch_version import TorchVersion
 
 from fp8stack import numerics
 from fp8stack.common.errors import UserError
-from fp8stack.layers import build_backend, compiler, fp8_state
+from fp8stack.layers import compiler, fp8_state
 from fp8stack.layers.compiler import is_compiled, reads_rows, require_compilable
-from fp8stack.layers.torch import TorchBackend
-from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.model.gpt import GPT, Compilable
+from fp8stack.model.config import load_config
+from fp8stack.model.gpt import Compilable
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training import run_plans
 from fp8stack.training.run_plans import plan_recipe
 from fp8stack.training.setup import build
-from tests.support.backend_models import RECIPES, same
+from tests.support import backend_models
+from tests.support.backend_models import RECIPES, loss_of, same
 from tests.support.gemm_oracle import normal
+from tests.support.operators import counting
 from tests.support.small_loop import SmallLoop
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 FORMATS = ("e4m3", "e5m2")
 EMULATED = ["nvfp4", "mxfp4", "rowwise"]  # by no torch GEMM
-SHAPE: dict[str, Any] = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,14 +47,9 @@ def fresh_compiler():
 
 
 def gpt(recipe, backend="emulate", hardware=CPU, layers=3):
-    config = GPTConfig(**SHAPE | {"layers": layers})
-    plan = plan_for(config, recipe, hardware, "auto" if recipe in ("fp32", "bf16") else backend)
-    return GPT(config, build_backend(plan))
-
-
-def loss_of(model, step):
-    tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(step))
-    return model(tokens[:, :-1], tokens[:, 1:])
+    backend = "auto" if recipe in ("fp32", "bf16") else backend
+    shape = {"width": 128, "heads": 4, "layers": layers}
+    return backend_models.gpt(recipe, backend, shape, hardware=hardware)
 
 
 def train(model, steps, micro_batches=1, evaluate=True):
@@ -80,17 +69,6 @@ def train(model, steps, micro_batches=1, evaluate=True):
                 losses.append(loss_of(model, 99).item())
             model.train()
     return losses
-
-
-def test_inductor_pads_no_rows_where_torch_has_that_option(monkeypatch):
-    passed: dict[str, Any] = {}
-    by_torch = lambda function, *, options, **more: passed.update(options)  # noqa: E731
-    monkeypatch.setattr(torch, "compile", by_torch)
-    compiler.compiled(gpt, "inductor")
-    assert passed.pop("comprehensive_padding") is False
-    monkeypatch.delattr(torch._inductor.config, "comprehensive_padding")
-    compiler.compiled(gpt, "inductor")
-    assert "comprehensive_padding" not in passed
 
 
 # Values: inductor's are eager's
@@ -121,10 +99,8 @@ def rounded(x: Tensor, scale: Tensor, format: Any) -> Tensor:
     return numerics.round_to(matrix, quantizer, 1, scale=scale).values.view(x.shape)
 
 
-# Binades: subnormals, across the smallest normal, normals, near the largest.
-@pytest.mark.parametrize("binades", [(), pytest.param((-16, -7, 0, 8), marks=pytest.mark.slow)])
 @pytest.mark.full
-def test_compiled_rounding_and_amax_give_eagers_values(binades):
+def test_compiled_rounding_and_amax_give_eagers_values():
     def amax_and_values(x: Tensor, scale: Tensor) -> list[Tensor]:
         return [numerics.amax(x), *(rounded(x, scale, format) for format in FORMATS)]
 
@@ -139,11 +115,6 @@ def test_compiled_rounding_and_amax_give_eagers_values(binades):
     scale = torch.ones(())
     assert compiled(nothing, scale)[0] == 0  # NaN is ignored, infinity is not
     assert compiled(infinite, scale)[0] == math.inf
-    for exponent in binades:  # every mantissa
-        every = torch.arange(2**23, dtype=torch.int32) + ((127 + exponent) << 23)
-        for x in every.view(torch.float32).view(-1, 256, 256):
-            for format, values in zip(FORMATS, compiled(x, scale)[1:], strict=True):
-                assert torch.equal(values, numerics.cast_to_fp8(x, scale, format).float())
 
 
 # Models
@@ -183,27 +154,13 @@ def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     """And one compilation serves all blocks. Evaluations, which are compiled apart, are in one
     recipe."""
     plain, fast = made(recipe, backend), made(recipe, backend)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     fast.compile_blocks(backend=counter)
     evaluate = recipe == "delayed"
     losses, expected = (train(model, 3, 2, evaluate) for model in (fast, plain))
     assert losses == pytest.approx(expected)
     assert same(fp8_state(plain), fp8_state(fast))
     assert counter.frame_count == 2 * (1 + evaluate)  # a block of two, and the loss
-
-
-@pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [pytest.param("delayed", "torch", marks=pytest.mark.slow), *SLOW],
-)
-def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
-    plain, fast = made(recipe, backend, layers=1), made(recipe, backend, layers=1)
-    compiled = torch.compile(fast, backend="aot_eager", fullgraph=True)
-    evaluate = recipe == "delayed"
-    assert train(compiled, 3, evaluate=evaluate) == pytest.approx(
-        train(plain, 3, evaluate=evaluate)
-    )
-    assert same(fp8_state(plain), fp8_state(fast))
 
 
 @pytest.mark.capability("D3")
@@ -219,22 +176,6 @@ def test_a_model_compiled_by_inductor_learns_as_in_eager_mode(recipe, backend):
     plain, fast = made(recipe, backend), made(recipe, backend)
     fast.compile_blocks()
     assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
-
-
-def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
-    tunes = []
-
-    def compiling(forward, **options):
-        tunes.append(options["options"].get("max_autotune", False))
-        return forward
-
-    monkeypatch.setattr(torch, "compile", compiling)
-    monkeypatch.setattr(run_plans, "require_compiler", lambda *_: None)
-    monkeypatch.setattr(build, "_be_deterministic", lambda: None)
-    for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
-        tunes.clear()
-        SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)
-        assert tunes == [mode != "default"] * 2  # a block, and the loss
 
 
 class Products(Compilable):
@@ -265,7 +206,7 @@ class Times(Compilable):
 
 
 def test_compiled_code_checks_attributes_and_tensors_but_no_constants_of_files(monkeypatch):
-    counter, fast, x = CompileCounterWithBackend("eager"), Times(), torch.ones(2)
+    counter, fast, x = counting("eager"), Times(), torch.ones(2)
     fast.compile_forward(counter)
     assert fast(x).tolist() == [5.0, 5.0]
     monkeypatch.setitem(globals(), "FACTOR", 10.0)  # as nothing does, but this test
@@ -312,20 +253,6 @@ def test_a_gpu_compiles_by_default_what_can_be_compiled(
     assert [reason for reason in plan.reasons if "compile" in reason] == [message] * bool(message)
 
 
-@pytest.mark.parametrize(("hardware", "recompute"), [(H200_WITH_TE, "selective"), (H200, "none")])
-def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(
-    hardware, recompute, monkeypatch
-):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    backend = "emulate" if hardware is H200 else "auto"
-    plan = resolve("delayed", hardware, backend)
-    compiled, note = is_compiled(None, plan, hardware, recompute)
-    assert not compiled
-    reason = re.escape(note.removeprefix("training is not compiled: "))
-    with pytest.raises(UserError, match=f"^--compile: {reason}. Leave --compile out, or "):
-        require_compilable(plan, recompute)
-
-
 def test_a_bf16_residual_stream_is_not_compiled_for_a_gpu_for_which_torch_refuses_it():
     recipe = load_recipe("bf16", {"residual": "bf16"})
     turing, ampere = (Hardware("cuda", capability) for capability in ((7, 5), (8, 0)))
@@ -359,111 +286,39 @@ def test_a_gpu_is_asked_to_repeat_to_the_bit_only_by_name(
 
 
 def test_a_run_on_a_cpu_is_compiled_where_that_is_asked_for_alone(tmp_path, monkeypatch):
-    modes: list[str | None] = []
+    calls: list[Any] = []
 
-    def compiled(call: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        modes.append("compiled")
+    def compiled(call: Callable[..., Any], *, options: Any, **_: Any) -> Callable[..., Any]:
+        calls.append(options.get("max_autotune", False))
         return call
 
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(run_plans, "require_compiler", lambda *_: None)
-    monkeypatch.setattr(build, "_be_deterministic", lambda: modes.append("deterministic"))
+    monkeypatch.setattr(build, "_be_deterministic", lambda: calls.append("deterministic"))
     assert not SmallLoop(tmp_path / "eager", "fp32").run.compiled
-    assert modes == []
-    assert SmallLoop(tmp_path / "compiled", "fp32", compile=True).run.compiled
-    assert modes == ["deterministic", "compiled", "compiled"]
-
-
-@pytest.mark.slow
-def test_a_model_compiled_with_autotuning_learns_as_in_eager_mode():
-    plain, fast = gpt("bf16", layers=2), gpt("bf16", layers=2)
-    fast.compile_blocks(mode="max-autotune-no-cudagraphs")
-    assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
+    assert calls == []
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        calls.clear()
+        small = SmallLoop(tmp_path / mode, "fp32", compile=True, compile_mode=mode)
+        assert small.run.compiled
+        assert calls == ["deterministic", *[mode != "default"] * 2]  # a block, and the loss
 
 
 # Weights, quantized once per optimizer step
 
-WEIGHTS = [(384, 128), (128, 128), (512, 128), (128, 512)]  # of a block
 
-
-@pytest.fixture
-def casts(monkeypatch):
-    """The weights that are quantized to be kept, while a test runs."""
-    shapes = []
-    keep = TorchBackend.cache_weight
-
-    def counting(backend, layer, record):
-        shapes.append(tuple(layer.weight.shape))
-        return keep(backend, layer, record)
-
-    monkeypatch.setattr(TorchBackend, "cache_weight", counting)
-    return shapes
-
-
-@pytest.mark.parametrize(
-    ("recipe", "compiled"),
-    [
-        ("delayed", False),
-        pytest.param("delayed", True, marks=pytest.mark.slow),
-        ("current", False),
-    ],
-)
-def test_micro_batches_share_one_quantized_weight(casts, recipe, compiled):
-    model = gpt(recipe, "torch")
-    if compiled:
-        model.compile_blocks(backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        casts.clear()
-        for micro_batch in range(3):
-            loss_of(model, micro_batch).backward()
-            assert casts == [shape for _ in range(3) for shape in WEIGHTS]
-        optimizer.step()
-
-
-def test_a_weight_changed_in_place_is_quantized_again(casts):
-    model = gpt("current", "torch")
-    loss_of(model, 0)
-    before = loss_of(model, 0).item()
-    casts.clear()
-    with torch.no_grad():
-        model.blocks[1].mlp.up.weight.mul_(3)
-    assert loss_of(model, 0).item() != before
-    assert casts == [shape for _ in range(3) for shape in WEIGHTS]
-
-
-def swap_values(model):
-    """Write through `.data`, as evaluations with averaged weights do: torch counts no change."""
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.data.roll(1, 0))
-
-
-def replace_tensors(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data.roll(1, 0)
-
-
-@pytest.mark.parametrize("change", [swap_values, replace_tensors])
-def test_an_evaluation_sees_weights_that_changed_unseen(change):
+def test_an_evaluation_sees_weights_that_changed_unseen():
     model = gpt("current", "torch").eval()
     with torch.no_grad():
         loss_of(model, 0)
-        change(model)
+        for parameter in model.parameters():  # as averaged weights do: torch counts no change
+            parameter.data.copy_(parameter.data.roll(1, 0))
         fresh = gpt("current", "torch").eval()
         fresh.load_state_dict(model.state_dict())
         assert loss_of(model, 0).item() == loss_of(fresh, 0).item()
 
 
-def test_a_part_that_is_called_by_itself_has_its_weight_of_now():
-    model = gpt("current", "torch").eval()
-    with torch.no_grad():
-        loss_of(model, 0)
-        up, x = model.blocks[0].mlp.up, normal(16, 128)
-        before = up(x)
-        up.weight.mul_(2)
-        torch.testing.assert_close(up(x) - up.bias, 2 * (before - up.bias))
-
-
+@pytest.mark.full
 def test_a_pass_compiled_as_a_whole_reads_no_weight_that_an_earlier_one_kept():
     model, donor = gpt("current", "torch", layers=1), gpt("current", "torch", layers=1)
     for parameter in donor.parameters():
@@ -484,6 +339,7 @@ def test_inference_tensors_are_quantized_at_each_pass():
         assert loss_of(model, 0).item() == loss_of(donor, 0).item()
 
 
+@pytest.mark.full
 def test_a_copy_of_a_compiled_model_has_its_own_weights():
     model = gpt("current", layers=1)
     model.compile_blocks(backend="eager")
@@ -493,14 +349,6 @@ def test_a_copy_of_a_compiled_model_has_its_own_weights():
         parameter.data.mul_(0.5)
     assert loss_of(copied, 0).item() != before
     assert loss_of(model, 0).item() == before
-
-
-def test_a_model_first_evaluated_in_inference_mode_can_be_trained():
-    model = gpt("delayed", "torch")
-    with torch.inference_mode():
-        loss_of(model.eval(), 0)
-    loss_of(model.train(), 0).backward()
-    assert model.blocks[0].mlp.up.weight.grad is not None
 
 
 def test_no_operator_writes_to_tensors_of_a_list():
@@ -548,37 +396,41 @@ def test_code_rounds_as_eager_code_does_but_where_torch_could_not_compile_it(
     monkeypatch.setattr(torch, "compile", lambda function, **options: options["options"])
     compile_options: Any = compiler.compiled(abs, "inductor")
     assert compile_options["emulate_precision_casts"] is rounds
+    assert compile_options["comprehensive_padding"] is False
+    monkeypatch.delattr(torch._inductor.config, "comprehensive_padding")
+    assert "comprehensive_padding" not in compiler.compiled(abs, "inductor")
 
 
-def reduction(*members: Any) -> Any:
-    """A node of inductor's scheduler that reads the buffer "x", of nodes with these loop bodies."""
-    nodes = [SimpleNamespace(_body=body) for body in members]
-    reads = [SimpleNamespace(name="x")]
-    return SimpleNamespace(
-        read_writes=SimpleNamespace(reads=reads),
-        get_nodes=lambda: [*nodes, SimpleNamespace()],  # a kernel of a library has no loops
-    )
+def test_which_reductions_read_rows_is_found_for_nodes_without_loops_too():
+    import sympy  # type: ignore[import-untyped]
+    from torch._inductor.loop_body import MemoryUsageType
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
 
+    def reads(*bodies: Any) -> bool:
+        """Whether a node that reads "x" and consists of nodes with these bodies reads its rows."""
+        nodes = [*(SimpleNamespace(_body=body) for body in bodies), SimpleNamespace()]
+        read_writes = SimpleNamespace(reads=[SimpleNamespace(name="x")])
+        node: Any = SimpleNamespace(read_writes=read_writes, get_nodes=lambda: nodes)
+        return reads_rows(node)
 
-def loops(index: sympy.Expr, *symbols: sympy.Symbol, buffer: str = "x") -> Any:
-    """A loop body that reads a buffer at `index`."""
-    load = SimpleNamespace(buffer_name=buffer, index_name="index0")
-    return SimpleNamespace(
-        var_ranges=dict.fromkeys(symbols, 64),
-        memory_usage={MemoryUsageType.LOAD: [load]},
-        indexing_exprs={"index0": index},
-    )
+    def loops(index: Any, *symbols: Any, buffer: str = "x") -> Any:
+        """A loop body that reads a buffer at `index`."""
+        load = SimpleNamespace(buffer_name=buffer, index_name="index0")
+        return SimpleNamespace(
+            var_ranges=dict.fromkeys(symbols, 64),
+            memory_usage={MemoryUsageType.LOAD: [load]},
+            indexing_exprs={"index0": index},
+        )
 
-
-def test_which_reductions_read_rows_is_found_for_nodes_without_loops_too() -> None:
     row, column = sympy.symbols("row column", integer=True, nonnegative=True)
     scalar = loops(sympy.Integer(0))
     along_rows, along_columns = loops(64 * row + column, row, column), loops(64 * row, column, row)
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):  # type: ignore[arg-type]
-        assert reads_rows(reduction(along_rows))
-        assert reads_rows(reduction(scalar, along_rows))
-        assert reads_rows(reduction(loops(row, row, column)))  # the same number for a whole row
-        assert not reads_rows(reduction(along_columns))
-        assert not reads_rows(reduction(scalar, along_rows, along_columns))
+        assert reads(along_rows)
+        assert reads(scalar, along_rows)
+        assert reads(loops(row, row, column))  # the same number for a whole row
+        assert not reads(along_columns)
+        assert not reads(scalar, along_rows, along_columns)
         inside = loops(64 * row, column, row, buffer="computed by the node itself")
-        assert reads_rows(reduction(inside, along_rows))
+        assert reads(inside, along_rows)

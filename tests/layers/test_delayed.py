@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import nn
 from torch.func import functional_call
 
@@ -15,7 +14,6 @@ from fp8stack import numerics
 from fp8stack.common.errors import UserError
 from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.linear import LowPrecisionLinear
 from fp8stack.model.gpt import GPT
 from tests.support.backend_models import (
     BACKENDS,
@@ -23,7 +21,6 @@ from tests.support.backend_models import (
     LINEARS,
     OPERANDS,
     QUIET,
-    WAYS,
     change_weights,
     checkpointed,
     filled,
@@ -144,33 +141,30 @@ def step_through_data(layer):
     Old(layer.parameters(), {}).step()
 
 
-@pytest.mark.parametrize("change", [change_weights, lambda m: sgd(m, 0.0), step_through_data])
+@pytest.mark.parametrize("change", [change_weights, step_through_data])
 @pytest.mark.parametrize("backend", EMULATED)
 def test_micro_batches_cast_a_weight_with_the_scale_of_the_first(backend, change):
     layer, _ = linear("delayed", 32, 48, backend=backend)
     w = layer.weight.detach()
+    fresh = float(np.float32(448) / np.float32(w.abs().max().item()))
 
     def quantized(t, scale):
         return numerics.cast_to_fp8(t, scale).float() / scale
 
-    def weight_cast_with(scale, y):
-        expected = quantized(x, before["layer.input"]) @ quantized(w, scale).T + layer.bias
-        return bool((y - expected).abs().max() <= 1e-5 * y.abs().max())
-
-    fresh = float(np.float32(448) / np.float32(w.abs().max().item()))
-    for micro_batch in range(3):
-        before, x = scales(layer), normal(6, 32, seed=micro_batch)
+    def weight_scales():
+        """Those of 1 and `fresh` with which a pass casts the weight."""
+        before, x = scales(layer)["layer.input"], normal(6, 32)
         y = layer(x)
-        assert weight_cast_with(1.0, y)
-        assert not weight_cast_with(fresh, y)
         y.sum().backward()
+        expected = [quantized(x, before) @ quantized(w, s).T + layer.bias for s in (1.0, fresh)]
+        return [bool((y - e).abs().max() <= 1e-5 * y.abs().max()) for e in expected]
+
+    for _ in range(3):
+        assert weight_scales() == [True, False]
         assert scales(layer)["layer.weight"] == fresh
         assert filled(layer, "layer")[1] == 1
     change(layer)
-    before = scales(layer)
-    y = layer(x)
-    assert weight_cast_with(fresh, y)
-    y.sum().backward()
+    assert weight_scales()[1]
     assert filled(layer, "layer")[1] == 2
 
 
@@ -249,7 +243,7 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(backend):
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "length"),
-    [*((*way, 13) for way in SOME), ("delayed", "te", 16), ("mxfp8", "te", 16)],
+    [*((*way, 13) for way in SOME), ("delayed", "te", 16)],
 )
 def test_a_first_pass_in_inference_mode_leaves_a_model_trainable(recipe, backend, length):
     model, twin = gpt(recipe, backend), gpt(recipe, backend)
@@ -259,25 +253,6 @@ def test_a_first_pass_in_inference_mode_leaves_a_model_trainable(recipe, backend
         for step in range(2):
             loss_of(trainee, step, length).backward()
     assert_same(model, twin)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_made_in_inference_mode_runs_and_leaves_others_alone(backend):
-    with torch.inference_mode():
-        model, twin = gpt("delayed", backend), gpt("delayed", backend)
-        assert loss_of(model, 1).item() == loss_of(twin, 1).item()
-    train(gpt("delayed", backend), range(2))
-
-
-def test_a_move_to_another_device_in_inference_leaves_the_state_trainable():
-    model = gpt().to("meta")
-    with torch.inference_mode():
-        model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
-    up = model.get_submodule("blocks.0.mlp.up")
-    assert isinstance(up, LowPrecisionLinear)
-    history = up.delayed.history
-    assert history.history.device.type == "meta"
-    assert not history.history.is_inference()
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [*DELAYED[:2], ("nvfp4", "emulate")])
@@ -293,8 +268,9 @@ def test_a_pass_of_weights_on_meta_leaves_the_state_to_later_passes(recipe, back
     assert same(fp8_state(model), fp8_state(twin))
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_the_state_stays_where_it_is_if_the_weights_are_offloaded(by_name):
+def test_the_state_stays_where_it_is_if_the_weights_are_offloaded():
+    from accelerate import cpu_offload
+
     shape = {"positions": "rope", "norm": "rmsnorm", "bias": False}  # no weight without a call
     model, twin = gpt(model=shape), gpt(model=shape)
     for trainee in (model, twin):
@@ -303,8 +279,7 @@ def test_the_state_stays_where_it_is_if_the_weights_are_offloaded(by_name):
     assert next(model.parameters()).is_meta
     x, before = tokens(), fp8_state(model)
     with torch.no_grad():
-        logits = model(tokens_BT=x) if by_name else model(x)
-        assert torch.equal(logits, twin(x))
+        assert torch.equal(model(tokens_BT=x), twin(x))
     assert same(fp8_state(model), before)
 
 
@@ -342,8 +317,9 @@ def test_passes_after_one_that_failed_record_as_before(backend, use_reentrant, f
         assert filled(model, path)[::2] == [forwards, 3], path
 
 
-def fails_in_backward(model: GPT) -> list[bool]:
-    """Backward passes fail half-way as long as the list is not empty."""
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_that_fails_half_way_can_be_tried_again_or_left(again):
+    model, twin = gpt(), gpt()
     failing: list[bool] = []
 
     def fail(gradient):
@@ -351,37 +327,23 @@ def fails_in_backward(model: GPT) -> list[bool]:
             raise RuntimeError("half-way")
 
     model.blocks[0].register_forward_hook(lambda m, args, y: y.register_hook(fail) and None)
-    return failing
-
-
-def test_a_backward_that_fails_half_way_does_not_break_the_next_step():
-    model, twin = gpt(), gpt()
-    failing = fails_in_backward(model)
     for trainee in (model, twin):
         loss_of(trainee, 0).backward()
+    loss, twin_loss = loss_of(model, 1), loss_of(twin, 1)
     failing.append(True)
-    with pytest.raises(RuntimeError, match="half-way"):
-        loss_of(model, 1).backward()
-    failing.clear()
-    loss_of(twin, 1)  # the forward pass counts, and the backward pass as far as it came
-    for trainee in (model, twin):
-        trainee.zero_grad()
-        loss_of(trainee, 2).backward()
-    assert scales(model, OPERANDS[:2]) == scales(twin, OPERANDS[:2])
-    for path in LINEARS:
-        assert filled(model, path) == [3, 1, 3 if path > "blocks.1" else 2]
-
-
-def test_a_failed_backward_can_be_tried_again():
-    model = gpt()
-    failing = fails_in_backward(model)
-    failing.append(True)
-    loss = loss_of(model, 0)
     with pytest.raises(RuntimeError, match="half-way"):
         loss.backward(retain_graph=True)
     failing.clear()
-    loss.backward()
-    assert filled(model) == [1, 1, 1]
+    if again:
+        loss.backward()
+        twin_loss.backward()
+    for trainee in (model, twin):
+        trainee.zero_grad()
+        loss_of(trainee, 2).backward()
+    # The forward pass counts, and the backward pass as far as it came.
+    assert scales(model, OPERANDS[:2]) == scales(twin, OPERANDS[:2])
+    for path in LINEARS:
+        assert filled(model, path) == [3, 1, 3 if again or path > "blocks.1" else 2]
 
 
 def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
@@ -393,39 +355,6 @@ def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
 
 
 # Activation checkpointing
-
-
-@pytest.mark.parametrize(
-    ("use_reentrant", "recipe", "backend"),
-    [
-        *((again, *way) for again in (False, True) for way in DELAYED),
-        *(case(False, *way, quick=False) for way in WAYS if way not in DELAYED),
-        case(True, "current", "te", quick=False),
-    ],
-)
-def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant, recipe, backend):
-    plain, frugal = (gpt(recipe, backend) for _ in range(2))
-    checkpointed(frugal, use_reentrant)
-    for step in range(2):
-        for micro_batch in range(2):
-            for model in (plain, frugal):
-                loss_of(model, step + 10 * micro_batch).backward()  # gradients accumulate
-            assert_same(plain, frugal)
-        for model in (plain, frugal):
-            sgd(model)
-    if recipe == "delayed":
-        assert {tuple(filled(frugal, path)) for path in LINEARS} == {(4, 2, 4)}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_look_at_the_state_before_the_backward_does_not_disturb_checkpointing(backend):
-    plain, frugal = gpt("delayed", backend), checkpointed(gpt("delayed", backend), False)
-    for model in (plain, frugal):
-        for step in range(2):
-            loss = loss_of(model, step)
-            assert same(fp8_state(model), fp8_state(model))
-            loss.backward()
-    assert_same(plain, frugal)
 
 
 # The state is saved, restored, copied, moved
@@ -468,19 +397,12 @@ def test_training_goes_on_with_the_other_backend(writer, reader):
     assert train(first, range(3, 8)) == expected
 
 
-def test_a_state_given_out_is_a_copy():
-    model = gpt()
-    train(model, [0])
-    before = raw(model)
-    for value in fp8_state(model).values():
-        value.fill_(9.0)
-    assert same(before, raw(model))
-
-
 def test_a_state_of_other_layers_or_another_recipe_is_an_error_and_changes_nothing():
     model, untrained = gpt(), gpt()
     train(model, [0])
     state, before = fp8_state(untrained), raw(model)
+    for value in fp8_state(model).values():  # copies
+        value.fill_(9.0)
     with pytest.raises(UserError, match=r"blocks\.7\.x\.scale"):
         load_fp8_state(model, state | {"blocks.7.x.scale": torch.ones(())})
     with pytest.raises(UserError, match="float16"):
@@ -510,15 +432,6 @@ def test_a_copy_of_a_model_has_a_state_of_its_own(recipe, backend):
     assert same(fp8_state(model), fp8_state(copied))
 
 
-def test_a_copy_of_a_model_notices_its_own_weights_change():
-    layer, _ = linear("delayed", 32, 48)
-    layer(normal(6, 32)).sum().backward()
-    for trainee in (layer, copy.deepcopy(layer)):
-        step_through_data(trainee)
-        trainee(normal(6, 32)).sum().backward()
-        assert filled(trainee, "layer")[1] == 2
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_models_side_by_side_keep_their_own_histories(backend):
     alone, together = (
@@ -535,10 +448,8 @@ def test_models_side_by_side_keep_their_own_histories(backend):
     assert scales(alone[0]) != scales(alone[1])
 
 
-@pytest.mark.parametrize("convert", ["bfloat16", "half", "double"])
-def test_converting_a_model_does_not_round_its_state(convert):
+def test_converting_a_model_does_not_round_its_state():
     model = gpt()
     train(model, range(2))
     before = raw(model)
-    getattr(model, convert)()
-    assert same(before, raw(model))
+    assert same(before, raw(model.bfloat16()))

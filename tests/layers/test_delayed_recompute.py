@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack.common.errors import UserError
@@ -38,13 +38,14 @@ def ways(backend: str) -> list[bool | str | None]:
 
 
 def trained(model: GPT) -> dict[str, Tensor]:
-    """Gradients and FP8 state of three steps of two passes, with evaluations in between: of a
+    """Gradients and FP8 state of two steps of two passes, with evaluations in between: of a
     reference policy, and of a pass in eval mode that is differentiated."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     results: dict[str, Tensor] = {}
-    for step in range(3):
+    for step in range(2):
         for micro_batch in (10 * step, 10 * step + 1):
             first = loss_of(model, micro_batch)
+            assert same(fp8_state(model), fp8_state(model))  # a look changes nothing
             with torch.no_grad():
                 reference = loss_of(model, micro_batch + 2)
             model.eval()
@@ -60,7 +61,6 @@ def trained(model: GPT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.full
 def test_checkpointing_changes_nothing_with_evaluations_in_between(backend):
     plain, *frugal = (trained(recomputing(backend, way)) for way in ways(backend))
     for results in frugal:
@@ -115,45 +115,3 @@ def test_a_backward_pass_through_two_models_runs_each_again():
     for plain_model, frugal_model in zip(plain, frugal, strict=True):
         assert same(gradients(plain_model), gradients(frugal_model))
         assert same(fp8_state(plain_model), fp8_state(frugal_model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_checkpointing_of_compiled_blocks_changes_nothing_either(backend):
-    results = []
-    for recompute in ("none", "block", "selective"):
-        torch._dynamo.reset()
-        compiled = gpt("delayed", backend)
-        compiled.recompute = recompute
-        compiled.compile_blocks("aot_eager")
-        results.append(trained(compiled))
-    plain, *frugal = results
-    for tensors in frugal:
-        assert same(tensors, plain)
-    torch._dynamo.reset()
-
-
-class Inner(nn.Module):
-    """A linear that checkpointing inside of checkpointing runs again."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.linear, x, use_reentrant=True)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_inside_of_checkpointing_changes_nothing(reentrant):
-    plain, nested = gpt(), gpt()
-    for block in nested.blocks:
-        block.mlp.up = Inner(block.get_submodule("mlp.up"))
-    checkpointed(nested, reentrant)
-    for trainee in (plain, nested):
-        for step in range(2):
-            trainee.zero_grad()  # else sums are in another order
-            loss_of(trainee, step).backward()
-    expected, nested_gradients = gradients(plain).values(), gradients(nested).values()
-    assert all(map(torch.equal, expected, nested_gradients))
-    assert same(fp8_state(plain), fp8_state(nested))

@@ -76,9 +76,7 @@ def shards_of(weight: torch.Tensor, ranks: int) -> list[ShardedWeight]:
 @pytest.mark.capability("E3")
 @pytest.mark.parametrize("rows", [64, 50, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
-    weight: torch.Tensor, ranks: int, rows: int
-) -> None:
+def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(weight, ranks, rows):
     weight = weight[:rows]
     full = gathered(shards_of(weight, ranks))
     expected = numerics.cast_to_fp8(weight, torch.tensor(3.5), "e4m3")
@@ -87,15 +85,7 @@ def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
     assert (full.shape, full.dtype, scale.item()) == (weight.shape, torch.float32, 3.5)
 
 
-def test_a_quarter_of_the_bytes_travels(sharded: ShardedWeight) -> None:
-    ((data,), _) = sharded.fsdp_pre_all_gather(Mesh(1))
-    assert data.dtype == torch.uint8
-    assert data.numel() * data.element_size() * 4 == sharded.numel() * 4
-
-
-def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(
-    weight: torch.Tensor, sharded: ShardedWeight
-) -> None:
+def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(weight, sharded):
     layer: Any = sharded._layer
     layer.in_fp8 = False
     full = gathered([sharded])
@@ -107,9 +97,7 @@ def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(
     assert torch.equal(full + 0.0, weight.bfloat16().float())
 
 
-def test_weights_share_cached_code_if_only_their_values_differ(
-    weight: torch.Tensor, sharded: ShardedWeight
-) -> None:
+def test_weights_share_cached_code_if_only_their_values_differ(weight, sharded):
     full, doubled = gathered([sharded]), gathered(shards_of(2 * weight, 2))
     assert full._stable_hash_for_caching() == doubled._stable_hash_for_caching()
     layer: Any = sharded._layer
@@ -132,9 +120,7 @@ def test_rows_that_no_cast_changes_are_gathered_as_they_are(weight: torch.Tensor
     assert type(outputs[0]) is torch.Tensor
 
 
-def test_an_optimizer_changes_the_rows_in_place(
-    weight: torch.Tensor, sharded: ShardedWeight
-) -> None:
+def test_an_optimizer_changes_the_rows_in_place(weight, sharded):
     parameter, twin = nn.Parameter(sharded), nn.Parameter(weight.clone())
     assert isinstance(parameter, ShardedWeight)
     for trained in (parameter, twin):

@@ -10,60 +10,21 @@ from torch import Tensor
 
 from fp8stack.layers import fp8_state
 from fp8stack.layers.grouped_te import TEGroupedLinear
+from tests.support import grouped_models
 from tests.support.backend_models import RECIPES, grad, machine, normal, same
 from tests.support.grouped_models import Grouped, ends_of
-from tests.support.te.te_stand_in import GroupedLinear, Source
+from tests.support.te.te_stand_in import GroupedLinear
 
 IN, OUT = 128, 256
 SIZES = [[5, 0, 20, 7], [16, 16, 0, 32], [0, 0, 0, 9], [0, 0, 0, 0]]
-GROUPED = "pytorch/module/grouped_linear.py:GroupedLinear"
-RELIED_ON = {
-    f"{GROUPED}.__init__": [
-        "self._offsets = {'input': 0, 'weight': 1, 'output': 2, 'grad_output': 0, 'grad_input': 1",
-        "self._num_fp8_tensors_per_gemm = {'fwd': 3, 'bwd': 2}",
-        "self.register_parameter(f'weight{i}',",
-        "self.register_parameter(f'bias{i}',",
-        "self.reset_parameters(defer_init=is_meta)",
-    ],
-    f"{GROUPED}.forward": [
-        "inp = self.prepare_forward(inp, num_gemms=self.num_gemms)",
-        "cache_weight = is_first_microbatch is not None",
-        "if m_splits.size() != (num_gemms,):",
-    ],
-    f"{GROUPED}._get_weight_tensors": [
-        "grouped_weight = getattr(self, 'weight', None)",
-        "[getattr(self, f'weight{i}') for i in range(self.num_gemms)]",
-    ],
-    f"{GROUPED}._get_bias_tensors": ["return [getattr(self, f'bias{i}')"],
-    "pytorch/module/grouped_linear.py:_GroupedLinear.forward": [
-        "m_splits = m_splits.tolist()",
-        "quantize_weight(tensor=weights[i], quantizer=weight_quantizers[i],",
-    ],
-    "pytorch/quantization.py:get_align_size_for_quantization": [
-        "if recipe.mxfp8(): return 32",
-        "if recipe.nvfp4(): return 128",
-        "return 16",
-    ],
-    "pytorch/__init__.py:": ["from transformer_engine.pytorch.module import GroupedLinear"],
-}
 
 
 def grouped(recipe: str, backend: str, **options: Any) -> Grouped:
-    model = Grouped(recipe, backend=backend, hardware=machine(recipe), size=(IN, OUT), **options)
-    return model
+    return Grouped(recipe, backend=backend, hardware=machine(recipe), size=(IN, OUT), **options)
 
 
 def passed(model: Grouped, sizes: list[int], seed: int) -> list[Tensor]:
-    x = normal(sum(sizes), IN, seed=seed).requires_grad_()
-    y = model(x, ends_of(sizes))
-    y.backward(normal(*y.shape, seed=seed + 1).to(y.dtype))
-    return [y.detach(), grad(x)]
-
-
-@pytest.mark.parametrize("where", RELIED_ON)
-def test_transformer_engine_has_what_grouped_linears_rely_on(where) -> None:
-    source = Source()
-    assert [piece for piece in RELIED_ON[where] if not source.says(where, piece)] == []
+    return grouped_models.passed(model, sizes, torch.float32, seed, (IN, OUT))
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4"])

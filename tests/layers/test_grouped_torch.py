@@ -13,7 +13,7 @@ from fp8stack.layers.compiler import compiled
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.numerics import groups
 from tests.support.backend_models import H100, grad, normal, same, saved_tensors
-from tests.support.grouped_models import Grouped, ends_of
+from tests.support.grouped_models import Grouped, ends_of, passed
 
 IN, OUT = 64, 96
 SIZES = [[5, 0, 20, 7], [16, 16, 0, 32], [0, 0, 0, 9], [0, 0, 0, 0]]
@@ -79,10 +79,8 @@ def grouped(recipe: str, backend: str, **options: Any) -> Grouped:
 
 def results(model: Any, up: Any, sizes: list[int], seed: int) -> list[Tensor]:
     up.zero_grad()
-    x = normal(sum(sizes), IN, seed=seed).requires_grad_()
-    y = model(x, ends_of(sizes))
-    y.backward(normal(*y.shape, seed=seed + 1).to(y.dtype))
-    return [y.detach(), grad(x), *(grad(parameter) for parameter in up.parameters())]
+    tensors = passed(model, sizes, torch.float32, seed, (IN, OUT))
+    return tensors + [grad(parameter) for parameter in up.parameters()]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -91,12 +89,8 @@ def test_outputs_and_gradients_follow_the_emulators(gemm, recipe, bias) -> None:
     by_torch, emulated = (grouped(recipe, name, bias=bias) for name in ("torch", "emulate"))
     assert type(by_torch.up.backend) is TorchBackend
     for seed, sizes in enumerate(SIZES):
-        pairs = zip(
-            results(by_torch, by_torch.up, sizes, seed),
-            results(emulated, emulated.up, sizes, seed),
-            strict=True,
-        )
-        y, dx, *gradients = pairs
+        models = by_torch, emulated
+        y, dx, *gradients = zip(*(results(m, m.up, sizes, seed) for m in models), strict=True)
         # Rounded to bfloat16 once, or twice where there is a bias.
         torch.testing.assert_close(*y, rtol=2**-7, atol=2**-7)
         torch.testing.assert_close(*dx, rtol=2**-7, atol=2**-12)
@@ -121,9 +115,7 @@ def test_groups_that_are_too_many_for_the_kernel_are_emulated(gemm) -> None:
 
 
 @pytest.mark.parametrize("recipe", FP8_GEMMS)
-def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
-    gemm, recipe, monkeypatch
-) -> None:
+def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(gemm, recipe, monkeypatch):
     casts: list[Tensor] = []
     round_groups = groups._round_groups
 
@@ -155,6 +147,7 @@ def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.full
 def test_code_is_compiled_once_for_groups_of_any_sizes(gemm, recipe, monkeypatch) -> None:
     torch.compiler.reset()
     eager, model = grouped(recipe, "torch"), grouped(recipe, "torch")
@@ -183,8 +176,7 @@ def test_code_is_compiled_once_for_groups_of_any_sizes(gemm, recipe, monkeypatch
     counter = torch._dynamo.utils.counters["stats"]
     for seed, sizes in enumerate(([5, 33, 16, 1], [0, 54, 0, 1], [20, 20, 10, 5], [1, 2, 3, 49])):
         expected = results(eager, eager.up, sizes, seed)
-        for tensor, target in zip(results(run, model.up, sizes, seed), expected, strict=True):
-            assert torch.equal(tensor, target)
+        assert all(map(torch.equal, results(run, model.up, sizes, seed), expected))
         if seed == 1:
             graphs = counter["unique_graphs"]
     assert counter["unique_graphs"] == graphs

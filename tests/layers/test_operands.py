@@ -1,6 +1,6 @@
 """Operands of any table of quantizers, in the layers that the emulator builds."""
 
-from functools import partial
+import math
 from typing import Any, cast
 
 import pytest
@@ -11,7 +11,6 @@ from fp8stack.common.quantizer_table import OPERANDS
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
 from fp8stack.precision import load_recipe, resolve
 from tests.support.backend_models import B200, CPU, H100, LOW, linear
-from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -31,9 +30,7 @@ def normal(*shape, seed):
 
 
 @pytest.mark.parametrize("recipe", LOW)
-def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere_else(
-    recipe,
-):
+def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere_else(recipe):
     x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
     x[5, 7] = torch.nan
     y, dx, dw = run(recipe, x, dy)
@@ -55,25 +52,16 @@ def emulated_gemm(a, b, factors, bias, in_bf16):
     return torch.ops.fp8stack.emulated_gemm(*matrices, torch.float32)
 
 
-@pytest.mark.parametrize("bias", [None, torch.ones(7)])
-@pytest.mark.parametrize("scales", [(torch.nan,), (torch.inf, 1.0), (3e38, 3e38), (1e30, 1e-30)])
-def test_a_gemm_is_multiplied_by_scales_that_are_not_finite(scales, bias):
-    """MKL's GEMM for CPUs without AVX-512 takes a NaN in its alpha for 1."""
-    a, b = normal(5, 8, seed=1), normal(8, 7, seed=2)
-    y = emulated_gemm(a, b, [torch.tensor(scale) for scale in scales], bias, in_bf16=False)
-    alpha = torch.tensor(scales, dtype=torch.float64).prod().float()
-    expected = (a @ b) * alpha + (0 if bias is None else bias)
-    torch.testing.assert_close(y, expected, equal_nan=True)
-
-
 UNDERFLOW = [(0.0,), (0.0, 0.0), (1e-40,), (1e-30, 1e-30), (1e-45, 1.0), (1e-45, 1e-45)]
+NOT_FINITE = [(torch.nan,), (torch.inf, 1.0), (3e38, 3e38), (0.0, torch.inf), (0.0, torch.nan)]
 
 
 @pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize("bias", [None, torch.ones(7)])
-@pytest.mark.parametrize("scales", [*UNDERFLOW, (0.0, torch.inf), (0.0, torch.nan)])
-def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
-    """BLAS does not read its operands where alpha is 0."""
+@pytest.mark.parametrize("scales", [*UNDERFLOW, *NOT_FINITE, (1e30, 1e-30)])
+def test_no_scale_hides_a_nan_in_an_operand_and_none_is_hidden(scales, bias, in_bf16):
+    """BLAS does not read its operands where alpha is 0. MKL's GEMM for CPUs without AVX-512 takes a
+    NaN in its alpha for 1."""
     a, b = torch.ones(5, 8), torch.ones(8, 7)
     a[1, 2], b[3, 4] = torch.nan, torch.inf
     factors = [torch.tensor(scale) for scale in scales]
@@ -81,16 +69,9 @@ def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
     expected = a @ b
     for scale in sorted(factors, reverse=True):
         expected = expected * scale
-    if scales[1:] in ((torch.inf,), (torch.nan,)):
+    if scales[0] == 0 and not all(map(math.isfinite, scales)):
         expected = torch.full_like(expected, torch.nan)
     torch.testing.assert_close(y, expected + (0 if bias is None else bias), equal_nan=True)
-
-
-COMPILED = [
-    case("current", "aot_eager", quick=True),
-    case("nvfp4", "aot_eager", quick=False),
-    *(case(recipe, "inductor", quick=False) for recipe in LOW),
-]
 
 
 @pytest.mark.parametrize("recipe", LOW)
@@ -99,18 +80,11 @@ def test_nothing_hides_a_nan_in_any_pair_of_operands(recipe):
     assert hidden(layer, 40) == []
 
 
-@pytest.mark.parametrize(("recipe", "mode"), COMPILED)
-def test_nothing_hides_a_nan_in_compiled_code(recipe, mode):
+@pytest.mark.full
+def test_nothing_hides_a_nan_in_compiled_code():
     torch._dynamo.reset()
-    layer, _ = linear(recipe, 32, 48, bias=False)
-    assert hidden(layer, 40, torch.compile(layer, backend=mode, fullgraph=True)) == []
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_the_gradients_of_a_loss_that_is_nan_are_nan(recipe):
-    layer, _ = linear(recipe, 64, 64, bias=False)
-    (layer(normal(32, 64, seed=1)).mean() * torch.nan).backward()
-    assert layer.weight.grad.isnan().all()
+    layer, _ = linear("current", 32, 48, bias=False)
+    assert hidden(layer, 40, torch.compile(layer, backend="aot_eager", fullgraph=True)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -210,8 +184,7 @@ def test_bf16_gemms_take_the_forward_values_only_where_bf16_holds_them(recipe, c
 @pytest.mark.parametrize(
     ("recipe", "hardware", "backend"),
     [
-        ("current", CPU, "torch"), ("current", H100, "torch"), ("rowwise", H100, "torch"),
-        ("block", H100, "torch"), ("mxfp8", CPU, "emulate"), ("mxfp8", H100, "emulate"),
+        ("current", CPU, "torch"), ("rowwise", H100, "torch"), ("mxfp8", H100, "emulate"),
         ("mxfp8", B200, "torch"), ("mxfp4", B200, "emulate"), ("nvfp4", B200, "torch"),
     ],
 )  # fmt: skip
@@ -225,18 +198,6 @@ def test_a_backward_pass_on_the_forward_values_is_in_no_fp8(recipe, hardware, ba
 FLOAT32_SCALES = {"power_of_two": False}
 FORWARD_WEIGHT = {"weight": {"dgrad": "forward"}}
 HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
-
-
-@pytest.mark.parametrize("ambient", ["highest", "high", "medium"])
-@pytest.mark.parametrize("in_bf16", [False, True])
-def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambient, in_bf16):
-    request.addfinalizer(partial(torch.set_float32_matmul_precision, "highest"))
-    matmul = cast(Any, torch.backends.mkldnn).matmul
-    torch.set_float32_matmul_precision(ambient)
-    before = matmul.fp32_precision
-    emulated_gemm(normal(16, 16, seed=1), normal(16, 16, seed=2), [], None, in_bf16)
-    assert matmul.fp32_precision == before
-    assert torch.get_float32_matmul_precision() == ambient
 
 
 @pytest.mark.parametrize(

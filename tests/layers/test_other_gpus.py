@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack.analysis.benchmark import timing
 from fp8stack.layers import build_backend
@@ -27,33 +26,22 @@ from fp8stack.precision.system_memory import available_memory
 from fp8stack.training.checkpoint import state
 from fp8stack.training.checkpoint.saver import HostCopy
 from fp8stack.training.metrics.throughput import peak_memory_gib
+from tests.support.operators import Operators
 
 H100 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
 AMD = Hardware("cuda", other_gpu="AMD GPU", name="AMD Instinct MI300X")
 INTEL = Hardware("xpu", other_gpu="Intel GPU", name="Intel(R) Data Center GPU Max 1550")
 
 
-class Recorded(TorchDispatchMode):
-    """Records the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def operators(model: str, recipe: str, machine: Hardware) -> set[str]:
     """The operators of a forward and a backward pass."""
     config = load_config(model, {"layers": 1, "width": 64, "heads": 2, "context": 32})
     plan = plan_for(config, recipe, machine, "emulate" if recipe != "bf16" else "auto")
-    with Recorded() as recorded, torch.device("meta"):
+    with Operators() as recorded, torch.device("meta"):
         gpt = GPT(config, build_backend(plan)).to("meta")
         tokens = torch.zeros(2, 32, dtype=torch.int64)
         gpt(tokens, tokens).backward()
-    return recorded.names
+    return set(recorded.names)
 
 
 # Operators that torch has for certain on GPUs of NVIDIA alone.

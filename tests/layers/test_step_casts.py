@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
-from tests.support.backend_models import adam, gpt, gradients, linear, loss_of, normal, same, train
+from tests.support.backend_models import adam, gpt, gradients, loss_of, same, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXPERTS = {"experts": {"count": 4, "per_token": 2, "width": 32}}
@@ -43,21 +41,6 @@ def scale_weight(model: GPT) -> None:
         model.get_parameter("lm_head.weight").mul_(2)
 
 
-def shift_bias(model: GPT) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.add_(0.5)
-
-
-def roll_back(model: GPT) -> None:
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    train(model, [5, 6])
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(before[name])
-
-
 def replace_weight(model: GPT) -> None:
     weight = model.get_parameter("lm_head.weight")
     model.get_submodule("lm_head").weight = nn.Parameter(weight.detach() * 2)
@@ -77,7 +60,7 @@ def update_by_data(model: GPT) -> None:
     optimizer.zero_grad()
 
 
-CHANGES = [step, load, scale_weight, shift_bias, roll_back, replace_weight, update_by_data]
+CHANGES = [step, load, scale_weight, replace_weight, update_by_data]
 
 
 def passes(model: GPT) -> tuple[list[float], dict[str, Tensor]]:
@@ -95,9 +78,7 @@ def passes(model: GPT) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("recipe", "backend", "shape"), MODELS, ids=["bf16", "fp8", "experts"])
 @pytest.mark.full
-def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(
-    recipe: str, backend: str, shape: dict[str, object], compiled: bool
-) -> None:
+def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(recipe, backend, shape, compiled):
     torch._dynamo.reset()
     models = pair(recipe, backend, shape)
     for model in models if compiled else ():
@@ -110,7 +91,7 @@ def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(
         for (losses, by_name), (expected_losses, expected) in (before, after):
             assert losses == expected_losses, change
             assert same(by_name, expected), change
-        assert (before[0][0] != after[0][0]) == (change is not roll_back), change
+        assert before[0][0] != after[0][0], change
         with torch.no_grad():
             evaluated = [loss_of(model.eval(), 1).item() for model in models]
         assert evaluated[0] == evaluated[1], change
@@ -119,9 +100,7 @@ def test_no_change_leaves_a_stale_copy_and_nothing_else_differs(
 
 
 @pytest.mark.parametrize(("recipe", "backend", "shape"), MODELS, ids=["bf16", "fp8", "experts"])
-def test_micro_batches_share_the_copies(
-    recipe: str, backend: str, shape: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_share_the_copies(recipe, backend, shape, monkeypatch):
     shared, plain = pair(recipe, backend, shape)
     parameters: list[Tensor] = []
     exact = LowPrecisionLayer.in_compute_dtype
@@ -165,33 +144,3 @@ def test_a_pass_whose_weights_change_before_its_backward_pass_keeps_its_copies()
         loss.backward()
         results.append(gradients(model))
     assert same(*results)
-
-
-def test_a_copied_model_casts_its_own_parameters() -> None:
-    shared, _ = pair("bf16", "reference", {})
-    train(shared, [1])
-    loss_of(shared, 2)
-    copied = copy.deepcopy(shared)
-    scale_weight(shared)
-    losses = [loss_of(model, 2).item() for model in (shared, copied)]
-    assert losses[0] != losses[1]
-    scale_weight(copied)
-    assert loss_of(copied, 2).item() == losses[0]
-
-
-def test_a_weight_that_is_stored_transposed_is_cast_as_it_is_stored() -> None:
-    results = []
-    for tracked in (True, False):
-        layer, backend = linear("bf16", 32, 48, backend="reference")
-        layer.transposed = True
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
-        backend.weights.only_tracked_changes = tracked
-        losses = []
-        for _ in range(2):
-            loss = layer(normal(6, 32)).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        assert bool(layer.casts) == tracked
-        results.append((losses, layer.weight.grad, layer.bias.grad))
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(*gradients) for gradients in zip(*(r[1:] for r in results), strict=True))

@@ -17,11 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.exc import InductorError
 from torch.nn.functional import SwizzleType
-from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
 from fp8stack.analysis.conform import gemms
@@ -29,7 +26,6 @@ from fp8stack.analysis.conform.checks import Context
 from fp8stack.analysis.conform.gemms import Shape
 from fp8stack.layers import fp8_state, operands
 from fp8stack.layers import torch as torch_backend
-from fp8stack.layers.kernels import nvfp4
 from fp8stack.layers.kernels import scaled_gemm as scaled_gemms
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
@@ -40,7 +36,6 @@ from tests.support.backend_models import (
     PER_TENSOR,
     gpt,
     linear,
-    loss_of,
     same,
     saved_tensors,
     train,
@@ -63,11 +58,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
 def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
-    codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    packed = pack_scales(codes, ScaleLayout.MX)
-    assert torch.equal(
-        packed.flatten().view(torch.uint8), to_blocked(codes.view(torch.uint8)).flatten()
-    )
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
+    packed = pack_scales(codes.view(torch.float8_e8m0fnu), ScaleLayout.MX)
+    assert torch.equal(packed.flatten().view(torch.uint8), to_blocked(codes).flatten())
 
 
 OPTIONS = [
@@ -102,18 +97,6 @@ def test_a_linears_gemms_are_near_float64_on_the_exact_operands(
         assert facts["holds"], (shape, facts)
 
 
-def test_conform_finds_scales_in_another_order(cuda_gemm, planned_for_gpus, monkeypatch):
-    row = gemms.linear(Context(CPU), load_recipe("nvfp4"), "torch", gemms.SHAPES[0])
-    assert row.compare()["holds"]
-    packed = scaled_gemms.pack_scales
-
-    def turned(scales, kind):
-        return packed(scales.view(torch.uint8).flip(1).view(scales.dtype), kind)
-
-    monkeypatch.setattr(nvfp4, "pack_scales", turned)
-    assert not row.compare()["holds"]
-
-
 @pytest.mark.parametrize("recipe", MACHINES)
 def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_recipes(
     cuda_gemm, recipe
@@ -135,24 +118,15 @@ def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_reci
 
 
 def compiled(layer, mode):
-    return layer if mode == "eager" else torch.compile(layer, backend=mode, fullgraph=True)
+    return torch.compile(layer, backend=mode, fullgraph=True)
 
 
-STEPS = [
-    case(recipe, hardware, mode, quick=mode == "eager")
-    for recipe in ON_CPUS
-    for hardware in (CPU, H100)
-    for mode in ("eager", "inductor")
-]
-
-
-@pytest.mark.parametrize(("recipe", "hardware", "mode"), STEPS)
-def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware, mode):
-    torch._dynamo.reset()
+@pytest.mark.parametrize("hardware", [CPU, H100])
+@pytest.mark.parametrize("recipe", ON_CPUS)
+def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware):
     options: dict[str, Any] = {"history_length": 8} if recipe == "delayed" else {}
     by_torch, _ = linear(recipe, 48, 32, hardware=hardware, **options, backend="torch")
     emulated, _ = linear(recipe, 48, 32, hardware=hardware, backend="emulate", **options)
-    forward = compiled(by_torch, mode)
     dtype = by_torch.compute_dtype
     for step in range(20):
         x = normal(16, 48, seed=step, std=2.0 ** (step % 5)).to(dtype)
@@ -161,12 +135,12 @@ def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recip
             x.zero_()
         if step == 9:
             x[3, 5], dy[2, 2] = math.nan, math.nan
-        results = run(by_torch, x, dy, forward)
+        results = run(by_torch, x, dy)
         expected = run(emulated, x, dy)
         assert same(fp8_state(by_torch), fp8_state(emulated)), step
         if step != 9:
             assert_all_close(results, expected, tolerance=1e-2)
-        for layer in (by_torch, emulated):  # by an optimizer: compiled code notices nothing else
+        for layer in (by_torch, emulated):
             layer.zero_grad()
             layer.weight.grad = normal(32, 48, seed=200 + step)
             torch.optim.SGD([layer.weight], lr=0.1).step()
@@ -240,16 +214,6 @@ def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, mo
     assert len(cuda_gemm) == 9
 
 
-def test_in_nvfp4_a_nan_shows_in_all_of_the_product(cuda_gemm):
-    layer, _ = linear("nvfp4", 64, 32, hardware=RTX, backend="torch")
-    x, dy = normal(32, 64).bfloat16(), normal(32, 32).bfloat16()
-    x[3, 5] = math.nan
-    y, dx, dw, _ = run(layer, x, dy)
-    assert y.isnan().all()
-    assert dw.isnan().all()
-    assert dx.isfinite().all()
-
-
 def test_weight_gradients_are_float32_where_a_gemm_of_rows_gives_bf16_alone(monkeypatch):
     layer, _ = linear("rowwise", 64, 32, hardware=H100, backend="torch")
     x, dy = normal(16, 64, seed=1).bfloat16(), normal(16, 32, seed=2).bfloat16()
@@ -285,8 +249,8 @@ def test_a_gemm_of_rows_in_bf16_adds_a_bias_as_well(monkeypatch):
 
 @pytest.mark.parametrize(
     ("cuda", "capability", "gives"),
-    [("12.9", (9, 0), True), ("13.0", (9, 0), True), ("12.8", (9, 0), False),
-     ("13.0", (10, 0), False), ("13.0", (12, 0), False), (None, (9, 0), False)],
+    [("12.9", (9, 0), True), ("12.8", (9, 0), False), ("13.0", (10, 0), False),
+     (None, (9, 0), False)],
 )  # fmt: skip
 def test_which_gpus_give_float32_for_rows(monkeypatch, cuda, capability, gives):
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -382,27 +346,18 @@ def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
     assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
 
 
-@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [case(name, quick=name == "delayed") for name in ON_CPUS])
 @pytest.mark.full
-def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe, mode):
+def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe):
     torch._dynamo.reset()
     layer = run_on(recipe, CPU, bias=False)()
-    assert hidden(layer, 40, compiled(layer, mode)) == []
+    assert hidden(layer, 40, compiled(layer, "aot_eager")) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
 def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, hardware, dtype):
     assert odd_shapes(run_on(recipe, hardware), dtype) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
-def test_compiled_it_is_as_well(run_on, recipe, mode):
-    torch._dynamo.reset()
-    assert odd_shapes(run_on(recipe, CPU), torch.float64, mode) == []
 
 
 # Whole models
@@ -428,56 +383,6 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     counts = {"input": 16, "grad_output": 16, "weight": 8}
     assert Counter(casts) == {quantizers[name]: count for name, count in counts.items()}
     assert same(fp8_state(by_torch), fp8_state(emulated))
-    emulated.load_state_dict(by_torch.state_dict())
-    with torch.no_grad():
-        loss, emulated_loss = (loss_of(model.eval(), 7).item() for model in (by_torch, emulated))
-    assert loss == pytest.approx(emulated_loss, rel=1e-3)
-
-
-# torch 2.13's C++ for some of these loops ends in an assertion of its own (`try_loop_split`).
-BY_CPP = pytest.mark.xfail(raises=InductorError, strict=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "recipe"),
-    [
-        ("aot_eager", "mxfp8"), ("aot_eager", "nvfp4"), ("inductor", "nvfp4"),
-        pytest.param("inductor", "mxfp8", marks=BY_CPP),
-    ],
-)  # fmt: skip
-def test_swizzled_scales_compile_though_inductor_cannot_take_them(
-    cuda_gemm, monkeypatch, mode, recipe
-):
-    torch._dynamo.reset()
-    gemm = torch.compiler.disable(F.scaled_mm)  # a graph that meets it breaks
-    monkeypatch.setattr(F, "scaled_mm", gemm)
-    trained, backend = linear(recipe, 64, 32, hardware=B200, backend="torch")
-    forward = compiled(trained, mode)
-    x, dy = normal(32, 64).bfloat16(), normal(32, 32, seed=1).bfloat16()
-    expected = run(trained, x, dy)
-    for layer in backend.draws.layers.values():  # the same bits again
-        layer.counter.zero_()
-    results = run(trained, x, dy, forward)
-    if mode == "inductor":  # it does not round the bias to bfloat16 before it adds it
-        torch.testing.assert_close(results[0], expected[0], rtol=2**-7, atol=2**-7)
-        results = expected[0], *results[1:]
-    assert same(dict(enumerate(results)), dict(enumerate(expected)))
-    assert len(cuda_gemm) == 6
-
-
-@pytest.mark.slow
-def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gemm, monkeypatch):
-    """torch 2.11 compiles none."""
-    monkeypatch.setattr(scaled_gemms, "_COMPILES_SCALED_MM", False)
-    monkeypatch.setattr(F, "scaled_mm", torch.compiler.disable(F.scaled_mm))
-    torch._dynamo.reset()
-    layer, _ = linear("block", 128, 256, hardware=H100, backend="torch")
-    x, dy = normal(128, 128).bfloat16(), normal(128, 256, seed=1).bfloat16()
-    expected = run(layer, x, dy)
-    results = run(layer, x, dy, compiled(layer, "aot_eager"))
-    assert same(dict(enumerate(results)), dict(enumerate(expected)))
-    assert len(cuda_gemm) == 6
 
 
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
@@ -511,10 +416,6 @@ def test_what_the_hardware_does_not_take_is_refused_on_every_device(change, word
     b = torch.zeros(N, change.get("K_of_b", K)).to(change.get("b", torch.float8_e4m3fn))
     if change.get("turned"):
         a = torch.zeros(K, 16).to(torch.float8_e4m3fn).t()
-    scale = torch.ones(())
+    a, b = (Scaled(matrix, torch.ones(()), ScaleLayout.PER_TENSOR) for matrix in (a, b))
     with pytest.raises(ValueError, match=words):
-        scaled_gemm(
-            Scaled(a, scale, ScaleLayout.PER_TENSOR),
-            Scaled(b, scale, ScaleLayout.PER_TENSOR),
-            torch.float32,
-        )
+        scaled_gemm(a, b, torch.float32)

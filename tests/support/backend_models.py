@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack.common import presets
-from fp8stack.layers import Backend, build_backend
+from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT
@@ -126,6 +126,31 @@ def train(
             losses.append(loss.item() * accumulate)
         optimizer.step()
     return losses
+
+
+def history(
+    model: nn.Module,
+    steps: int = 2,
+    accumulate: int = 2,
+    update: Callable[[nn.Module], None] | None = None,
+    around: Callable[[int, int], AbstractContextManager[Any]] | None = None,
+) -> dict[str, Tensor]:
+    """Losses, gradients, FP8 state and weights of optimizer steps. `update` takes the place of SGD,
+    `around` gives a context for each micro-batch of a step."""
+    torch.manual_seed(1)  # of dropout, and of what Transformer Engine draws
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensors: dict[str, Tensor] = {}
+    for step in range(steps):
+        for micro_batch in range(accumulate):
+            with nullcontext() if around is None else around(step, micro_batch):
+                loss = loss_of(model, 10 * step + micro_batch)
+                loss.backward()
+            tensors[f"{step} {micro_batch} loss"] = loss.detach()
+        tensors |= {f"{step} gradient of {n}": x.clone() for n, x in gradients(model).items()}
+        optimizer.step() if update is None else update(model)
+        model.zero_grad()
+        tensors |= {f"{step} {n}": x.clone() for n, x in fp8_state(model).items()}
+    return tensors | dict(model.state_dict())
 
 
 @torch.no_grad()

@@ -81,9 +81,15 @@ def ends_of(sizes: list[int]) -> Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
 
 
-def passed(model: Any, sizes: list[int], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+def passed(
+    model: Any,
+    sizes: list[int],
+    dtype: torch.dtype,
+    seed: int = 0,
+    size: tuple[int, int] = (IN, OUT),
+) -> list[Tensor]:
     """The output of a pass that trains, and the gradient of its input."""
-    x = normal(sum(sizes), IN, seed=seed).to(dtype).requires_grad_()
+    x = normal(sum(sizes), size[0], seed=seed).to(dtype).requires_grad_()
     y = model(x, ends_of(sizes))
-    y.backward(normal(sum(sizes), OUT, seed=seed + 1).to(y.dtype))
+    y.backward(normal(*y.shape, seed=seed + 1).to(y.dtype))
     return [y.detach(), grad(x)]

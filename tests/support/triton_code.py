@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -86,15 +86,15 @@ def launched_ptx(kernel: Any, *arguments: Any, capability: int, **options: Any) 
     return text
 
 
-def code_of(
+def ptx_of(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
     capability: int,
     **options: Any,
-) -> Mapping[str, Any]:
-    """What Triton compiles a kernel to, by "ptx" and "cubin"; pointers and sizes are divisible by
-    16, except for `scale`, which points into an array."""
+) -> str:
+    """The PTX that Triton compiles a kernel to; pointers and sizes are divisible by 16, except for
+    `scale`, which points into an array."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -108,43 +108,20 @@ def code_of(
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    code: Mapping[str, Any] = compiled.asm
-    return code
-
-
-def ptx_of(*arguments: Any, **options: Any) -> str:
-    """The PTX of `code_of`."""
-    text: str = code_of(*arguments, **options)["ptx"]
+    text: str = compiled.asm["ptx"]
     return text
 
 
-class Registers(NamedTuple):
-    """ptxas's figures of a kernel.
-
-    Attributes:
-        used: registers of a thread.
-        spilled_bytes: bytes that a thread stores to local memory for want of registers.
-    """
-
-    used: int
-    spilled_bytes: int
-
-    def blocks_per_sm(self, warps: int) -> int:
-        """The blocks of `warps` warps that the registers of an SM serve: 65,536, which a warp takes
-        in units of 256 (CUDA's occupancy calculator, compute capabilities 8.9 to 12.0)."""
-        return 65536 // (-(-self.used * 32 // 256) * 256 * warps)
-
-
-def registers_of(ptx: str, capability: int, folder: Path) -> Registers:
-    """The figures of a kernel by Triton's own ptxas."""
+def blocks_per_sm(ptx: str, capability: int, folder: Path, warps: int) -> int:
+    """The blocks of `warps` warps that the registers of an SM serve, by Triton's own ptxas: 65,536,
+    which a warp takes in units of 256 (CUDA's occupancy calculator, compute capabilities 8.9 to
+    12.0). No register of the kernel may be spilled to local memory."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     (architecture,) = re.findall(r"\.target (\w+)", ptx)
     (file := folder / "kernel.ptx").write_text(ptx)
     command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", str(file)]
     done = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True)
-    used, spilled = (
-        max(map(int, re.findall(pattern, done.stderr)))
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-    )
-    return Registers(used, spilled)
+    assert set(re.findall(r"(\d+) bytes spill stores", done.stderr)) == {"0"}
+    used = max(map(int, re.findall(r"Used (\d+) registers", done.stderr)))
+    return 65536 // (-(-used * 32 // 256) * 256 * warps)

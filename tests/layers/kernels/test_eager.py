@@ -49,35 +49,30 @@ INPUTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
-def test_rms_norm_gives_torchs_values_and_gradients(x):
-    rms_norm, plain = norms(x.shape[-1])
+def test_rms_norm_gives_torchs_values_and_gradients(x, dtype):
+    x, (rms_norm, plain) = x.to(dtype), (norm.to(dtype) for norm in norms(x.shape[-1]))
     assert_same(results(rms_norm, x, rms_norm.weight), results(plain, x, plain.weight))
 
 
-@pytest.mark.parametrize("width", [16, 32, 40])
-def test_gradients_that_lie_in_memory_in_another_order_give_torchs(width):
+def swapped(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: norm(x).transpose(1, 2)  # so its gradient comes turned
+
+
+def added(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + norm(x).sin()
+
+
+@pytest.mark.parametrize("width", [16, 40])
+@pytest.mark.parametrize("around", [swapped, added])
+def test_gradients_in_another_order_of_memory_or_added_up_give_torchs(width, around):
     """Attention gives such gradients to the norms of heads; torch's sum over rows depends on it."""
     x_BHTE = normal(4, 32, 2, width, seed=5).transpose(1, 2)
     rms_norm, plain = norms(width)
-
-    def swapped(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda x: norm(x).transpose(1, 2)  # so its gradient comes turned
-
     for x in (x_BHTE, x_BHTE.contiguous()):
-        assert_same(
-            results(swapped(rms_norm), x, rms_norm.weight), results(swapped(plain), x, plain.weight)
-        )
-
-
-def test_the_gradient_of_a_residual_stream_is_added_up_in_torchs_order():
-    rms_norm, plain = norms(64)
-    x = normal(50, 64, seed=5)
-
-    def added(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda x: x + norm(x).sin()
-
-    assert_same(results(added(rms_norm), x), results(added(plain), x))
+        expected = results(around(plain), x, plain.weight)
+        assert_same(results(around(rms_norm), x, rms_norm.weight), expected)
 
 
 def test_rms_norm_keeps_its_input_and_no_other_tensor_of_that_size():
@@ -94,15 +89,6 @@ def test_what_is_frozen_gets_no_gradient(trains):
     norm.weight.requires_grad_(trains[1])
     norm(x).sum().backward()
     assert (x.grad is not None, norm.weight.grad is not None) == trains
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_rms_norm_of_other_dtypes_is_torchs(dtype):
-    rms_norm, plain = norms(32)
-    x = normal(5, 32, seed=8, dtype=dtype)
-    assert_same(
-        results(rms_norm.to(dtype), x, rms_norm.weight), results(plain.to(dtype), x, plain.weight)
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

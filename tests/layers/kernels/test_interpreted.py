@@ -8,6 +8,7 @@ import pytest
 from tests.support.triton_code import interpreted
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.full
 
 WORK = (
     "tests.analysis.conform.conform_faults:interpreted_rows",

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8stack.common.formats import Quantizer
-from fp8stack.layers.kernels import fused_casts, nvfp4, variants
+from fp8stack.layers.kernels import fused_casts, variants
 from fp8stack.layers.kernels.fused_casts import FusedInput
-from fp8stack.numerics import RandomBits
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -57,7 +56,7 @@ def launches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launche
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from fp8stack.layers.kernels import triton_kernels, triton_nvfp4
+    from fp8stack.layers.kernels import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     recorder, run = Launches(), JITFunction.run
@@ -71,11 +70,8 @@ def launches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launche
         get_current_stream=lambda device: 77 + device,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
-    kernels = (
-        *(triton_kernels.transpose_bytes, triton_kernels.cast_product),
-        *(triton_nvfp4.find_amaxes, triton_nvfp4.cast),
-    )
-    for module in (fused_casts, nvfp4, variants):
+    kernels = triton_kernels.transpose_bytes, triton_kernels.cast_product
+    for module in (fused_casts, variants):
         monkeypatch.setattr(module, "has_kernel", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device", recorder.device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -93,7 +89,6 @@ def _forget(kernels: Any) -> None:
         kernel.device_caches.clear()
     fused_casts._KERNELS.clear()
     variants._transpose.cache_clear()
-    nvfp4._launch.cache_clear()
 
 
 def transposes() -> Any:
@@ -119,25 +114,11 @@ def cast_in_blocks() -> Any:
     return fused_casts.cast_blocks(x, quantizer, columnwise=True, sums=False)
 
 
-def cast_in_mx_blocks() -> Any:
-    quantizer = Quantizer(block=(1, 32), scale="e8m0")
-    x = product("cast", torch.float32)
-    return fused_casts.cast_blocks(x, quantizer, columnwise=False, sums=True)
-
-
 def amax() -> Any:
     return fused_casts.product_amax(product("relu2", torch.bfloat16))
 
 
-def cast_to_fp4() -> Any:
-    rowwise = Quantizer(format="e2m1", block=(1, 16), scale="e4m3", rounding="stochastic")
-    bits = RandomBits(2**32 - 1, 3, torch.zeros((), dtype=torch.int64), 16)
-    x = torch.zeros(32, 64, dtype=torch.bfloat16)
-    return nvfp4.cast_nvfp4(x, rowwise, rowwise, (bits, bits))
-
-
-CALLS: list[Any] = [transposes, cast, cast_in_blocks, cast_in_mx_blocks, amax]
-CALLS += [pytest.param(cast_to_fp4, marks=pytest.mark.slow)]
+CALLS: list[Any] = [transposes, cast, cast_in_blocks, amax]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -150,19 +131,6 @@ def test_an_operator_reaches_tritons_own_launch_once_for_each_kernel(call, launc
     assert kernels[:first] == kernels[first:]
 
 
-def test_other_dtypes_and_shapes_have_kernels_of_their_own(launches):
-    for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        for name in ("gelu", "relu2"):
-            x = product(name, *dtypes)
-            fused_casts.product_amax(x)
-    assert launches.by_triton == 4
-    for rows, columns in ((16, 32), (32, 16), (16, 32)):
-        variants.transpose_bytes(torch.zeros(rows, columns, dtype=torch.uint8))
-    assert launches.by_triton == 6
-    sizes = [arguments[-6:-4] for arguments in launches.passed[-3:]]
-    assert sizes == [(16, 32), (32, 16), (16, 32)]
-
-
 def aligned(size: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
     """A tensor whose address is `offset` bytes above a multiple of 16."""
     memory = torch.zeros(size * dtype.itemsize + 32, dtype=torch.uint8)
@@ -172,7 +140,7 @@ def aligned(size: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
 
 def launch_of(name: str) -> tuple[Any, list[Tensor]]:
     """A launch of a kernel, and its tensors."""
-    from fp8stack.layers.kernels import triton_kernels, triton_nvfp4
+    from fp8stack.layers.kernels import triton_kernels
     from fp8stack.layers.kernels.launch import KernelLaunch
 
     kernel: Any
@@ -183,26 +151,17 @@ def launch_of(name: str) -> tuple[Any, list[Tensor]]:
         tensors = [aligned(4096, torch.float8_e4m3fn) for _ in range(2)]
         kernel, numbers = triton_kernels.transpose_bytes, (64, 64, 64, 1)
         constants = {"SIZE": 128, "IN_GROUP": 4}
-    elif name == "cast_product":
+    else:
         variant = fused_casts.product_variant(
             product("gelu", torch.bfloat16), Quantizer(), exact=True, record=True
         )
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, *[torch.float8_e4m3fn] * 2]
         tensors = [aligned(4096, dtype) for dtype in (*dtypes, *[torch.float32] * 4)]
         kernel, constants, numbers = triton_kernels.cast_product, {"HOW": variant}, (16, 4096)
-    else:
-        options = nvfp4.compiled_for("cast", hadamard=16, bf16=True, exact=True, stochastic=True)
-        dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn]
-        dtypes += [torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int64]
-        tensors = [aligned(4096, dtype) for dtype in dtypes]
-        kernel, constants = triton_nvfp4.cast, {"HOW": options["HOW"]}
-        numbers = (2**32 - 1, 1, 64, 64, 32, 32)
     return KernelLaunch(kernel, 3, numbers, constants, {"num_warps": 16}), tensors
 
 
-@pytest.mark.parametrize(
-    "name", ["transpose_bytes", "cast_product", pytest.param("cast", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["transpose_bytes", "cast_product"])
 def test_a_later_launch_passes_what_tritons_own_passes(name, launches):
     launch, tensors = launch_of(name)
     for _ in range(2):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fp8stack import GPT, GPTConfig, Hardware, build_backend, convert, plan_for, resolve
 from fp8stack.layers.kernels.matmul_precision import exact_matmul
 from fp8stack.layers.swapped import swapped
-from fp8stack.planning.trace import trace
 
 AMPERE = Hardware("cuda", (8, 0))
 CONFIG = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2)
@@ -83,12 +82,6 @@ def test_a_swapped_layer_has_the_precision_of_its_model():
     with torch.no_grad(), swapped(model, donor, [path]):
         model(TOKENS)
     assert (around, inside) == (["highest"], ["high"])
-
-
-def test_a_trace_leaves_the_precision_alone():
-    torch.set_float32_matmul_precision("medium")
-    trace(CONFIG, plan_for(CONFIG, "tf32", AMPERE), 2, 8)
-    assert torch.get_float32_matmul_precision() == "medium"
 
 
 @pytest.mark.parametrize("ambient", ["highest", "high", "medium"])

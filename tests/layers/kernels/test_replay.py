@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,8 +89,8 @@ def test_elsewhere_nothing_is_recorded() -> None:
 )  # fmt: skip
 @pytest.mark.full
 def test_runs_whose_guard_is_recorded_are_those_of_eager_code_to_the_bit(
-    recipe: str, clip_mode: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+    recipe, clip_mode, tmp_path, request
+):
     def trained(folder: str) -> SmallLoop:
         keys: dict[str, Any] = {"clip_mode": clip_mode, "accumulate": 2, "log_every": 3}
         keys["guard"] = {"window": 16, "warmup": 8}

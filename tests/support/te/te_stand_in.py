@@ -45,14 +45,13 @@ _parse = functools.cache(ast.parse)
 class Source:
     """TE's Python source, read and not imported. A place in it is "file.py:Class.method"."""
 
-    def __init__(self, root: Path = ROOT) -> None:
-        self.root = root
+    def __init__(self) -> None:
         self._signatures: dict[str, inspect.Signature] = {}
 
     def node(self, where: str) -> Any:
         """The definition at `where`; a KeyError if there is none."""
         file, _, path = where.partition(":")
-        node: Any = _parse((self.root / file).read_text())
+        node: Any = _parse((ROOT / file).read_text())
         for name in filter(None, path.split(".")):
             matches = [child for child in node.body if getattr(child, "name", None) == name]
             if not matches:
@@ -774,10 +773,10 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 @contextmanager
-def installed(root: Path = ROOT) -> Iterator[StandIn]:
-    """Make TE, by the source at `root`, importable in this context, and `fp8stack.layers.te`."""
+def installed() -> Iterator[StandIn]:
+    """Make TE importable in this context, and `fp8stack.layers.te`."""
     global NOW
-    NOW = StandIn(Source(root))
+    NOW = StandIn(Source())
     name = "transformer_engine.common.recipe"
     recipe = types.ModuleType(name)
     classes = (
@@ -800,7 +799,7 @@ def installed(root: Path = ROOT) -> Iterator[StandIn]:
     sys.modules[name] = recipe
     try:
         # Not by an importer: its bytecode would be taken for a source of the same second and size.
-        source = root / "common/recipe/__init__.py"
+        source = ROOT / "common/recipe/__init__.py"
         exec(compile(source.read_text(), source, "exec"), vars(recipe))
         # A build of torch for CUDA has a cuDNN, which may be too old for attention in FP8.
         with mock.patch.object(torch.backends.cudnn, "version", return_value=None):
