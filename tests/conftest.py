@@ -72,14 +72,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test, _, case = item.nodeid.partition("[")
         if case:
             cases[test].append((set(case[:-1].split("-")), item))
-    for test, others in cases.items():
-        random.Random(test).shuffle(others)
+    for test, remaining in cases.items():
+        random.Random(test).shuffle(remaining)
         values: set[str] = set()
-        for _ in range(min(CASES, len(others))):
-            best = max(others, key=lambda case: len(case[0] - values))
-            others.remove(best)
+        for _ in range(min(CASES, len(remaining))):
+            best = max(remaining, key=lambda case: len(case[0] - values))
+            remaining.remove(best)
             values |= best[0]
-        for _, item in others:
+        for _, item in remaining:
             item.add_marker(pytest.mark.full)
 
 
