@@ -69,7 +69,8 @@ BESIDE = {
 OTHERS = {"fp8stack/py.typed", "tests/test_packaging.py"}
 
 
-REQUIRED_BY_OTHERS = {"pil", "sympy", "yaml"}  # by matplotlib, torch, huggingface_hub
+# by pytest-cov, matplotlib, torch, huggingface_hub
+REQUIRED_BY_OTHERS = {"coverage", "pil", "sympy", "yaml"}
 
 
 def test_what_tests_and_benchmarks_import_is_in_the_test_extra():
