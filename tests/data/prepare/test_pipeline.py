@@ -144,7 +144,7 @@ def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus
     for name, token in (("by name", "</s>"), ("by option", "<seed:bos>"), ("beside", "<seed:eos>")):
         if name == "beside":
             written(folder / "tokenizer_config.json", b'{"eos_token": "<seed:eos>"}')
-        end = {"end_of_text": token} if name == "by option" else {}
+        end: dict[str, Any] = {"end_of_text": token} if name == "by option" else {}
         manifest = prepared(corpus, out=tmp_path / name, **options, **end)
         assert manifest["tokenizer"]["end_of_text"] == library.token_to_id(token)
         assert len(shards(tmp_path / name, "train")[1]) == 300

@@ -212,7 +212,11 @@ def fuzz(place: Path, strategy: st.SearchStrategy[Any], example: Example, count:
     """
     tried = 0
 
-    usual = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+    usual: dict[str, Any] = {
+        "derandomize": True,
+        "database": None,
+        "suppress_health_check": list(HealthCheck),
+    }
 
     @settings(max_examples=count, deadline=None, phases=[Phase.generate], **usual)
     @given(strategy)
