@@ -416,6 +416,6 @@ def test_what_the_hardware_does_not_take_is_refused_on_every_device(change, word
     b = torch.zeros(N, change.get("K_of_b", K)).to(change.get("b", torch.float8_e4m3fn))
     if change.get("turned"):
         a = torch.zeros(K, 16).to(torch.float8_e4m3fn).t()
-    a, b = (Scaled(matrix, torch.ones(()), ScaleLayout.PER_TENSOR) for matrix in (a, b))
+    operands = [Scaled(matrix, torch.ones(()), ScaleLayout.PER_TENSOR) for matrix in (a, b)]
     with pytest.raises(ValueError, match=words):
-        scaled_gemm(a, b, torch.float32)
+        scaled_gemm(operands[0], operands[1], torch.float32)
