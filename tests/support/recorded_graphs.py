@@ -57,6 +57,11 @@ class Graph(TorchDispatchMode):
                     if output.untyped_storage().data_ptr() not in storages:  # else it is up to date
                         output.copy_(new_output)
 
+    @property
+    def operators(self) -> list[str]:
+        """The names of the operators, in order."""
+        return [str(call[0]) for call in self.calls]
+
 
 class Recorder:
     """In place of `graphs.CudaRecorder`.
