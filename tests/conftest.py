@@ -65,8 +65,8 @@ CASES = 8
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `full` the cases of a test beyond `CASES`. Those that stay are a choice, seeded by
-    the test's name, in which as many values of its parameters as possible occur."""
+    """Mark as `full` the cases of a test beyond `CASES`. The first tier runs a random choice,
+    seeded by the test's name, in which as many values of its parameters as possible occur."""
     cases = defaultdict(list)
     for item in items:
         test, _, case = item.nodeid.partition("[")

@@ -1,4 +1,4 @@
-"""What all tests of models share."""
+"""The threads of these tests."""
 
 import pytest
 

@@ -14,7 +14,7 @@ AUTO = ["pretrain", "--resume", "auto", "--out", "r"]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(one_thread: None) -> None:
-    """As tiny GEMMs are quicker."""
+    """Tiny GEMMs run on one thread."""
 
 
 def saved(run: Path) -> list[str]:

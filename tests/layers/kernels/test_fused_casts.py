@@ -22,6 +22,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.fused_casts import FusedInput, cast_blocks, cast_product, product_amax
+from tests.support.cases import case
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import blocks_per_sm, launched_on_a_cpu, ptx_of
 
@@ -280,21 +281,24 @@ def interpreted_differences() -> list[str]:
     return differences(tuple(ACTIVATIONS))
 
 
-# Of each activation, in some kind of scales, and on a GPU whose conversions are inexact.
-CODES = [
+# The code of one GPU, and of one whose conversions are inexact; the others are slow.
+QUICK = {
     ("gelu_tanh", True, "given", 90),
     ("swiglu", True, "mx", 100),
     ("relu2", False, "rows", 89),
-    *(pytest.param(*code, marks=pytest.mark.slow) for code in (
-        ("gelu", True, "rows", 100), ("swiglu", True, "given", 89), ("swiglu", False, "rows", 90),
-        ("cast", False, "mx", 120), ("cast", False, "given", 100),
-    )),
-]  # fmt: skip
+}
+ARMS = [("cast", False), *((name, backward) for name in ACTIVATIONS for backward in (False, True))]
+CODES = [
+    case(*(capability, name, backward, scaled), quick=(name, backward, scaled, capability) in QUICK)
+    for capability in (89, 90, 100, 120)
+    for name, backward in ARMS
+    for scaled in ("given", "rows", "mx")
+]
 
 
 @needs_triton
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "backward", "scaled", "capability"), CODES)
+@pytest.mark.parametrize(("capability", "name", "backward", "scaled"), CODES)
 def test_a_gpus_code_stores_several_bytes_at_once_and_leaves_room_for_other_blocks(
     capability, name, backward, scaled, tmp_path, monkeypatch
 ):

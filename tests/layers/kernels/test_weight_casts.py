@@ -24,6 +24,7 @@ from tests.support.triton_code import blocks_per_sm, ptx_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
+FLOATS = (torch.float32, torch.bfloat16)
 MX: dict[str, Any] = {"block": (1, 32), "scale": "e8m0"}
 
 
@@ -77,11 +78,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return launches
 
 
+# One form on one GPU, and one on a GPU whose conversions are inexact; the others are slow.
 CODES = [
-    case(90, torch.float32, {"block": (128, 128)}, quick=True),
-    case(89, torch.float32, {}, quick=True),  # conversions are inexact
-    case(100, torch.bfloat16, MX, quick=False),
-    case(120, torch.bfloat16, {}, quick=False),
+    case(
+        *(capability, dtype, options),
+        quick=(capability, dtype, options)
+        in ((90, torch.float32, {"block": (128, 128)}), (89, torch.float32, {})),
+    )
+    for capability in (89, 90, 100, 120)
+    for dtype in FLOATS
+    for options in ({}, {"block": (128, 128)}, MX)
 ]
 
 
