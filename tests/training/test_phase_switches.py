@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import tomllib
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from fp8stack.precision import Hardware
 from fp8stack.training.dataloader import batches
 from fp8stack.training.guard.diagnosis import repeat_step
 from fp8stack.training.metrics.console import describe_run
+from fp8stack.training.setup.build import COLD
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
 from tests.support.small_loop import SmallLoop, changed
@@ -311,6 +313,16 @@ def test_keys_that_change_nothing_are_told(tmp_path):
     notes = SmallLoop(tmp_path / "r", "fp32", **keys).run.notes
     assert [note.partition(" ")[0] for note in notes] == [*keys]
     assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
+
+
+def test_delayed_scaling_without_warm_up_is_warned_of_and_the_remedy_is_one(tmp_path):
+    def notes(name: str, recipe: str, **keys: Any) -> tuple[str, ...]:
+        return SmallLoop(tmp_path / name, recipe, **keys).run.notes
+
+    assert notes("a", "delayed", warmup_steps=0) == (COLD,)
+    phases = tomllib.loads(COLD.split("'")[1])["phases"]
+    assert notes("b", "delayed", warmup_steps=0, phases=tuple(phases)) == ()
+    assert notes("c", "delayed") == notes("d", "current", warmup_steps=0) == ()
 
 
 def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path):

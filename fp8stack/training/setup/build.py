@@ -33,6 +33,12 @@ from fp8stack.training.run_plans import RunPlans, never_asked_for, plan_run
 from fp8stack.training.setup.resume import Resumption, decided_before
 from fp8stack.training.telemetry.operand_errors import Telemetry
 
+COLD = (
+    "delayed scaling begins with scales of 1, which harm the first steps without warm-up. Raise "
+    'warmup_steps, or take scales from a step in bf16: --set \'phases=[{name="first", '
+    'recipe="bf16", until=1}, {name="main"}]\''
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
@@ -173,6 +179,9 @@ def _notes(
     yield from without_effect(config, planned.in_fp16, ranks, compiled=any(planned.compiled))
     if warning := never_asked_for(config, planned.schedule.phases):
         yield warning
+    begins_cold = planned.trained[0].delayed and beginning.resumption is None
+    if begins_cold and config.warmup_steps == 0 and config.steps >= 10:  # shorter runs have none
+        yield COLD
     if source is None:
         return
     new = "optimizer, scales and schedule are new"
