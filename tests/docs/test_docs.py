@@ -19,9 +19,11 @@ from fp8stack.analysis.forecast.law import fitted
 from fp8stack.cli import app as cli
 from fp8stack.common.io import json_lines
 from fp8stack.model.config import GPTConfig
-from fp8stack.planning.run_config import GuardConfig, RunConfig
+from fp8stack.planning.run_config import GuardConfig, RunConfig, parse_config
 from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe_file as recipes
+from fp8stack.precision.hardware import machine_for
+from fp8stack.training.run_plans import plan_run
 from tests import capabilities
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
@@ -145,6 +147,22 @@ def test_the_forecasts_of_the_documents_are_the_commands():
     law = fitted()
     formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
     assert formula in _text(COSTS)
+
+
+def test_the_times_of_the_documents_are_the_plans():
+    table = r"^\| (?:model \| H100|gpt2-|llama-).*\|$"
+    header, *rows = re.findall(table, _text("docs/recipes.md"), re.M)
+    gpus = [cell.partition(",")[0] for cell in header.strip("| ").split(" | ")[1:]]
+    assert (len(rows), gpus) == (6, ["H100", "H200", "RTX 4090", "B200"])
+    for row in rows:
+        model, *ranges = row.strip("| ").split(" | ")
+        for gpu, expected in zip(gpus, ranges, strict=True):
+            config = parse_config(
+                None, {"model": model, "recipe": "mxfp8" if gpu == "B200" else "delayed"}
+            )
+            planned = plan_run(config, machine_for(None, False, gpu=gpu), 1, will_train=False)
+            (time,) = planned.plans[0].times
+            assert f"{time.ratio.low:.2f} to {time.ratio.high:.2f}" == expected, (model, gpu)
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():
