@@ -11,18 +11,21 @@ docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fp8stack.common.formats import Quantizer
 from fp8stack.numerics.operators import operator
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class WeightTensors(NamedTuple):
@@ -194,9 +197,20 @@ def plain_shards() -> Iterator[None]:
         ShardedWeight.detaches_plain = False
 
 
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor. Importing their module takes as long as most of torch; as long
+    as nothing has, there are none."""
+    if torch.compiler.is_compiling():
+        from torch.distributed.tensor import DTensor
+
+        return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """The rows of `tensor` that are on this rank; all rows, if it is not sharded."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     rows = tensor.to_local()
     return rows.plain() if isinstance(rows, ShardedWeight) else rows
@@ -204,7 +218,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def first_row(tensor: Tensor) -> int:
     """The index of the first row of `local_shard(tensor)`. FSDP2 shards rows as `torch.chunk`."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 0
     mesh = tensor.device_mesh
     rows = -(-len(tensor) // mesh.size())

@@ -7,6 +7,8 @@ import logging
 import torch
 from torch import nn
 
+from fp8stack.numerics.operators import assume_constant_result
+
 log = logging.getLogger("fp8stack")
 
 
@@ -53,7 +55,6 @@ class StateReminder:
             )
         self.due = self._state_loaded = False
 
-    # With this decorator, torch.compile calls the method while tracing.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @assume_constant_result
     def _remind_while_compiling(self) -> None:
         self.remind()

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
 from fp8stack.common.formats import Format, Quantizer
@@ -25,7 +24,7 @@ from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
 from fp8stack.layers.delayed import Slot
 from fp8stack.layers.emulate import Emulated, EmulatedOperand, emulated_matmul, in_bf16
-from fp8stack.layers.fsdp import ShardedWeight, WeightTensors
+from fp8stack.layers.fsdp import ShardedWeight, WeightTensors, is_dtensor
 from fp8stack.layers.fused_mlp import fused_mlp, fuses_mlp
 from fp8stack.layers.gathered_weights import (
     cast_in_blocks,
@@ -548,7 +547,7 @@ class TorchBackend(Backend):
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
                 weight, quantizers = weight_matrix(layer), layer.quantizers["weight"]
-                if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
+                if not layer.in_fp8 or weight is None or is_dtensor(weight):
                     # The weight is sharded or computed at each call.
                     quantizers.cached_weight = None
                 elif quantizers.in_batched_cast and is_castable_in_batch(weight):

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8stack.layers.fsdp import is_dtensor
 from fp8stack.numerics.fused import needs_operator
 
 Version = tuple[object, ...]
@@ -249,13 +249,13 @@ def _values_of(layer: nn.Module) -> list[Tensor]:
     weight = weight_matrix(layer)
     if weight is None:
         return list(layer.parameters())
-    return [weight.to_local() if isinstance(weight, DTensor) else weight]
+    return [weight.to_local() if is_dtensor(weight) else weight]
 
 
 def _is_sharded(layer: nn.Module) -> bool:
     """Whether this rank has only a shard of the weight."""
     weight: Any = layer.stored_weight
-    return weight is not None and (weight.ndim == 1 or isinstance(weight, DTensor))
+    return weight is not None and (weight.ndim == 1 or is_dtensor(weight))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

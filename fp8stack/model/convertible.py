@@ -6,11 +6,11 @@ import fnmatch
 from typing import NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8stack.common.errors import UserError, quoted
+from fp8stack.layers.fsdp import is_dtensor
 from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.model.expert_layouts import ExpertWeight, find_expert_weights
 
@@ -154,6 +154,6 @@ def _unusual_storage(weight: nn.Parameter) -> str:
     """The reason that a weight is no plain tensor that a layer can quantize; "" if it is."""
     if not weight.is_floating_point() or weight.itemsize == 1:
         return f"its weight is quantized already ({str(weight.dtype).removeprefix('torch.')})"
-    if is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor):
+    if is_traceable_wrapper_subclass(weight) and not is_dtensor(weight):
         return f"its weight is a {type(weight).__name__} of its own"
     return ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LIBRARY: Any = torch.library.Library("fp8stack", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -51,3 +53,10 @@ def operator_on_any_device(
         return operator(schema, function, fake, device="CompositeExplicitAutograd", tags=tags)
 
     return made
+
+
+def assume_constant_result(function: Function) -> Function:
+    """torch.compiler's decorator, which would import the compiler: torch.compile calls the function
+    while it traces, and its result is a constant of the code."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

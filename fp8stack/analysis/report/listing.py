@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8stack.analysis.report.run_record import read_run
-from fp8stack.analysis.report.summary import headline
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import FORMATS
@@ -79,6 +77,10 @@ def runs(folder: Path) -> list[Row]:
     Raises:
         UserError: the folder does not exist.
     """
+    # The other tables need no torch.
+    from fp8stack.analysis.report.run_record import read_run
+    from fp8stack.analysis.report.summary import headline
+
     if not folder.is_dir():
         raise UserError(f"No folder {quoted(str(folder))}. Give the one that your runs are in.")
     runs = [read_run(path, telemetry=False) for path in _run_folders(folder)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8stack.common.formats import Format, Quantizer, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
-from fp8stack.numerics.operators import operator_on_any_device
+from fp8stack.numerics.operators import assume_constant_result, operator_on_any_device
 from fp8stack.precision.toolchain import find_triton_problem
 
 MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_scales`
@@ -61,7 +61,7 @@ def _transpose(rows: int, columns: int, row_stride: int, column_stride: int) -> 
 
 
 # A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def has_kernel(device: torch.device) -> bool:
     """Whether the kernels run on `device`: Triton works here, and converts to both formats."""
     return device.type == "cuda" and _has_kernel(device)
