@@ -17,7 +17,6 @@ from fp8stack.training.graphs import WARM_UP, obstacle
 from tests.support.recorded_graphs import Graph, Recorder
 from tests.support.small_loop import MIXTURE, SmallLoop, changed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
 
 

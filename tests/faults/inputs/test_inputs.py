@@ -12,9 +12,6 @@ from tests.faults.inputs import input_data, input_fuzz
 from tests.faults.inputs.input_corruptions import CORRUPTIONS, NEWEST, OF_RUNS, OLDER, problem
 from tests.support.small_loop import changed
 
-# Children are forked, and threads are not.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def run(pristine: Path, tmp_path: Path) -> Path:
