@@ -52,22 +52,6 @@ def test_a_run_keeps_the_threads_that_were_asked_for_and_repeats_its_losses_when
         assert torch.get_num_threads() == 1
 
 
-@pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("pretrain --threads 0", "pretrain --threads two", "pretrain --threads 5"),
-        *("compare --threads 5", "eval run --threads 5", "bench step --threads 5"),
-    ],
-)
-def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(words, refused):
-    error = refused(*words.split())
-    count = words.split()[-1]
-    assert "threads" in error
-    assert count in error or count == "two"  # an option's own words are typer's
-    assert count != "5" or "this machine has 4 cores. Give --threads 1 to 4" in error
-
-
 @pytest.mark.parametrize(
     ("variables", "count"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
