@@ -257,10 +257,16 @@ def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(tmp_
 
 
 # The FP8 backends read scales on the host where the host is the device, in eager mode.
-@pytest.mark.parametrize(("recipe", "keys"), [("fp16", {}), ("bf16", {"accumulate": 2})])
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        *(("fp16", {}), ("bf16", {"accumulate": 2})),
+        *(("fp32", {"clip_mode": mode}) for mode in ("norm", "value", "adaptive")),
+    ],
+)
 def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
-    small.advance(3)
+    small.advance(12)
     assert host_reads(small.next_step()) == {}
 
 
