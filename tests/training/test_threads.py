@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,11 @@ from fp8stack.training import threads
 from tests.conftest import TINY, losses
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def four_cores(monkeypatch) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: 4)
-
-
 @pytest.mark.capability("D10")
-@pytest.mark.usefixtures("four_cores")
 def test_a_run_keeps_the_threads_that_were_asked_for_and_repeats_its_losses_when_resumed(
-    command, tmp_path, capsys
+    command, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(threads, "cores", lambda: 4)
     pretrain = ["pretrain", "--out", "run", "--recipe", "fp32", "--threads", "3", *TINY]
     assert command(*pretrain) == 0
     assert torch.get_num_threads() == 3

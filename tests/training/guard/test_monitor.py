@@ -270,17 +270,11 @@ def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
     assert host_reads(small.next_step()) == {}
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which tests set."""
+def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_between(
+    tmp_path, monkeypatch
+):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    return now
-
-
-def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_between(
-    tmp_path, monkeypatch, now
-):
     small = SmallLoop(
         tmp_path / "r", "fp32", steps=11, log_every=4, save_every=6, eval_every=5
     )  # fmt: skip
