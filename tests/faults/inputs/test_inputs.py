@@ -36,6 +36,7 @@ def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(corruption
     CORRUPTIONS[corruption][0](bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
         refused("pretrain", *words, code=3, message=NEWEST)
+    assert not Path("o").exists()
     with pytest.raises(NoUsableCheckpoint, match=NEWEST):
         fp8stack.load(bad)
 
