@@ -28,6 +28,7 @@ TINY = [
 ]  # fmt: skip
 
 Command = Callable[..., int]
+ONE_THREAD = {"faults", "integrations", "model", "trained", "training"}
 
 
 def exit_code(*arguments: str) -> int:
@@ -108,6 +109,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(request: pytest.FixtureRequest) -> None:
+    """`one_thread` for the tests of whole folders."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in ONE_THREAD:
+        request.getfixturevalue("one_thread")
 
 
 @pytest.fixture(scope="session")

@@ -3,27 +3,25 @@ torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
 
 from fp8stack import UserError, fp8_state
 from fp8stack.integrations import FP8State
-from tests.integrations.loops import RECIPES, adamw, gpt2, train
+from tests.faults.processes import in_ranks
+from tests.integrations.loops import RECIPES, adamw, converted, gpt2, train
 from tests.support.backend_models import same
-
-ROOT = Path(__file__).parents[2]
-
 
 # accelerate
 
@@ -83,15 +81,36 @@ def test_torch_distributed_checkpoint_resumes_to_the_bit(recipe, tmp_path):
     assert same(fp8_state(again), fp8_state(model))
 
 
-@pytest.mark.slow
-def test_two_ranks_of_fsdp2_resume_to_the_bit(tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "-m", "tests.integrations.dcp_ranks", str(tmp_path)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def _sharded(recipe: str, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
+    model = converted(nn.Sequential(*blocks), recipe)
+    for module in (*blocks, model):
+        fully_shard(module)
+    return model, adamw(model)
+
+
+def _squares(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randn(16, 32, generator=generator)
+    loss: Tensor = (model(x) - x.flip(-1)).square().mean()
+    return loss
+
+
+def _resumes(rank: int, *, recipe: str, folder: Path) -> bool:
+    dist.init_process_group("gloo")
+    straight, resumed = _sharded(recipe, seed=0), _sharded(recipe, seed=1)
+    train(*straight, range(3), _squares)
+    save(*straight, folder)
+    load(*resumed, folder)
+    losses = [train(*model, range(3, 6), _squares) for model in (resumed, straight)]
+    return losses[0] == losses[1] and same(fp8_state(resumed[0]), fp8_state(straight[0]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.full
+def test_two_ranks_of_fsdp2_resume_to_the_bit(recipe, tmp_path):
+    assert in_ranks(partial(_resumes, recipe=recipe, folder=tmp_path), 2) == [True, True]
 
 
 def test_the_state_of_another_model_is_refused():

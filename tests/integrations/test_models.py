@@ -3,51 +3,31 @@ because Transformer Engine is its empty meta package, as in the test environment
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 from torch import nn
 
-from fp8stack import fp8_state, load_fp8_state
-from tests.integrations.loops import RECIPES, adamw, converted, gpt2, train
+from fp8stack import fp8_state
+from tests.integrations.loops import adamw, converted, gpt2, train
 from tests.support.backend_models import same
 
 pytestmark = pytest.mark.full
 
 
-def peft_lora(recipe: str, first: str = "convert") -> nn.Module:
+def peft_lora(first: str) -> nn.Module:
     try:
         peft: Any = pytest.importorskip("peft")
     except RuntimeError as error:
         pytest.skip(str(error))
     lora = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM")
     if first == "convert":
-        return peft.get_peft_model(converted(gpt2(None), recipe), lora)
-    return converted(peft.get_peft_model(gpt2(None), lora), recipe, exclude="*lora_*")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_trains_and_resumes_to_the_bit(recipe):
-    model = peft_lora(recipe)
-    state = fp8_state(model)
-    optimizer = adamw(model)
-    train(model, optimizer, range(3))
-    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fp8, moments = fp8_state(model), copy.deepcopy(optimizer.state_dict())
-    assert not same(fp8, state)
-    again = peft_lora(recipe)
-    resumed = adamw(again)
-    again.load_state_dict(saved)
-    load_fp8_state(again, fp8)
-    resumed.load_state_dict(moments)
-    assert train(again, resumed, range(3, 6)) == train(model, optimizer, range(3, 6))
-    assert same(again.state_dict(), model.state_dict())
-    assert same(fp8_state(again), fp8_state(model))
+        return peft.get_peft_model(converted(gpt2(None), "delayed"), lora)
+    return converted(peft.get_peft_model(gpt2(None), lora), "delayed", exclude="*lora_*")
 
 
 def test_adapters_train_on_a_frozen_base_in_fp8_whichever_comes_first():
-    first, peft_first = peft_lora("delayed"), peft_lora("delayed", first="peft")
+    first, peft_first = peft_lora("convert"), peft_lora("peft")
     peft_first.load_state_dict(first.state_dict())
     base = {n: p.clone() for n, p in first.named_parameters() if not p.requires_grad}
     losses, two = (train(model, adamw(model), range(3)) for model in (first, peft_first))

@@ -28,8 +28,3 @@ def trained(folder: Path, **more: Any) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `trained`; not to be changed."""
     return trained(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread(one_thread: None) -> None:
-    """Tiny GEMMs run on one thread."""

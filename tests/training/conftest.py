@@ -12,11 +12,6 @@ from tests.conftest import TINY, Command, exit_code
 AUTO = ["pretrain", "--resume", "auto", "--out", "r"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread(one_thread: None) -> None:
-    """Tiny GEMMs run on one thread."""
-
-
 def saved(run: Path) -> list[str]:
     """The names of a run's checkpoints, the newest first."""
     return [path.name for path in reader.candidates(run / "checkpoints")]

@@ -37,20 +37,13 @@ FLAGS = [
     "--set", "warmup_steps=2", "--set", "eval_windows=4",
     "--set", "sample_tokens=0", "--set", "telemetry_every=2",
 ]  # fmt: skip
+NAMES = (
+    *("fp32", "tf32", "bf16", "fp16", "delayed", "current", "block", "mxfp8", "rowwise"),
+    *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
+    "nvfp4_last_bf16",  # shipped before the first release
+)
 RUNS = {
-    "fp32": ["--recipe", "fp32"],
-    "tf32": ["--recipe", "tf32"],
-    "bf16": ["--recipe", "bf16"],
-    "fp16": ["--recipe", "fp16"],
-    "delayed": ["--recipe", "delayed"],
-    "current": ["--recipe", "current"],
-    "block": ["--recipe", "block"],
-    "mxfp8": ["--recipe", "mxfp8"],
-    **{
-        name: ["--recipe", name]
-        for name in ("rowwise", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
-    },
-    "nvfp4_last_bf16": ["--recipe", "nvfp4_last_bf16"],  # shipped before the first release
+    **{name: ["--recipe", name] for name in NAMES},
     "current-torch": ["--recipe", "current", "--backend", "torch"],
     "phases": ["--recipe", "delayed", "--phases", "default"],
     "sgd": ["--recipe", "fp32", "--optimizer", "sgd"],

@@ -112,49 +112,47 @@ def twin(tmp_path_factory) -> Path:
     return folder / "r"
 
 
-MOMENTS = {
-    "at the start": partial(reading, 1, signal_itself),
-    "in an evaluation": partial(calling, "fp8stack.training.loop.validation_loss", 1),
-    "in a save": partial(calling, "fp8stack.training.checkpoint.writer.sha256_of_file", 2),
-}
+FULL = pytest.mark.full
+SHA256 = "fp8stack.training.checkpoint.writer.sha256_of_file"
+EVALUATION = "fp8stack.training.loop.validation_loss"
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"),
+    ("change", "message"),
     [
-        ("in a save", signal.SIGTERM),
-        pytest.param("at the start", signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param("in an evaluation", signal.SIGSTOP, marks=pytest.mark.full),
+        (
+            partial(calling, SHA256, 2, signal.SIGTERM),  # in a save
+            r"Data worker \d+ was killed by signal 15 \(SIGTERM\)\.",
+        ),
+        pytest.param(
+            partial(reading, 1, signal_itself, signal.SIGKILL),
+            r"Data worker \d+ was killed by signal 9 \(SIGKILL\)\. Perhaps the machine "
+            r"is out of memory\.",
+            marks=FULL,
+        ),
+        pytest.param(
+            partial(calling, EVALUATION, 1, signal.SIGSTOP),
+            r"Data workers gave no batch for 2 s \(worker_timeout\): a signal stopped "
+            r"process \d+\.",
+            marks=FULL,
+        ),
+        pytest.param(
+            partial(reading, 7, fill_shared_memory, 0),
+            r"A data worker cannot hand over a batch: /dev/shm, the shared memory, is full\. Make "
+            r"room there, or make it larger \(docker run --shm-size=8g\)\.",
+            marks=FULL,
+        ),
+        pytest.param(
+            partial(reading, 7, lose_memory, 0), r"A data worker found no memory left\.", marks=FULL
+        ),
+        pytest.param(
+            partial(reading, 7, end, 0), r"Data worker \d+ ended with exit code 3\.", marks=FULL
+        ),
     ],
 )
-def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(moment, number, twin, tmp_path):
-    change = partial(MOMENTS[moment], number)
-    message = {
-        signal.SIGKILL: r"Data worker \d+ was killed by signal 9 \(SIGKILL\)\. Perhaps the machine "
-        r"is out of memory\.",
-        signal.SIGTERM: r"Data worker \d+ was killed by signal 15 \(SIGTERM\)\.",
-        signal.SIGSTOP: r"Data workers gave no batch for 2 s \(worker_timeout\): a signal stopped "
-        r"process \d+\.",
-    }
-    goes_on(change, message[number], twin, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (fill_shared_memory, r"A data worker cannot hand over a batch: /dev/shm, the shared "
-         r"memory, is full\. Make room there, or make it larger \(docker run --shm-size=8g\)\."),
-        (lose_memory, r"A data worker found no memory left\."),
-        (end, r"Data worker \d+ ended with exit code 3\."),
-    ],
-)  # fmt: skip
-@pytest.mark.full
-def test_a_worker_without_memory_ends_the_run_likewise(act, message, twin, tmp_path):
-    goes_on(partial(reading, 7, act, 0), message, twin, tmp_path)
-
-
-def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Path) -> None:
-    """See that a run ends saved, saying this, and that `--resume auto` completes it."""
+def test_a_lost_worker_ends_the_run_saved_and_it_resumes_to_the_bit(
+    change, message, twin, tmp_path
+):
     ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
     step = last_step(tmp_path / "r")
     saved = f"The run is saved after step {step}" if step else "No step was done yet"

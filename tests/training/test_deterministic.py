@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack.training.setup import build
+from tests.support.operators import Operators
 from tests.support.small_loop import SmallLoop
 
 
@@ -39,18 +39,6 @@ def refused_on_gpus() -> set[str]:
     return {name.lower() for name in re.findall(r":\w+:`torch\.(?:\w+\.)*(\w+)`", listed)}
 
 
-class Calls(TorchDispatchMode):
-    """The names of the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func).split(".")[1].rstrip("_"))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("recipe", "model"),
     [("delayed", "gpt-nano"), ("mxfp8", "gpt-nano"), ("delayed", "gpt-nano-moe")],
@@ -61,8 +49,9 @@ def test_no_step_calls_what_is_refused(recipe, model, tmp_path):
     assert {"histc", "median", "bincount"} <= refused  # cumsum repeats from torch 2.15 on
     options = {"model": model, "telemetry_every": 1, "accumulate": 2, "clip_mode": "adaptive"}
     small = SmallLoop(tmp_path / "r", recipe, **options)
-    with Calls() as calls:
+    with Operators() as operators:
         small.advance(3)
-    assert {"embedding_dense_backward", "_foreach_norm"} & calls.names
-    assert not {name for name in calls.names if name.removesuffix("_backward") in refused}
-    assert not {"scatter_add", "index_add"} & calls.names
+    names = {name.split(".")[1].rstrip("_") for name in operators.names}
+    assert {"embedding_dense_backward", "_foreach_norm"} & names
+    assert not {name for name in names if name.removesuffix("_backward") in refused}
+    assert not {"scatter_add", "index_add"} & names

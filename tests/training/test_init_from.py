@@ -85,28 +85,6 @@ def test_another_shape_is_refused_by_name_and_nothing_is_written(sets, differenc
     assert "Cannot begin with the weights of" in error
 
 
-def _damage(path: Path) -> None:
-    (path / "model.safetensors").write_bytes(b"x")
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "expected"),
-    [
-        ("source/run.toml", 2, "No run and no checkpoint at"),
-        ("x" * 5000, 2, "xxx"),
-        ("source/checkpoints/step-000012", 3, "model.safetensors is damaged"),
-        ("source/checkpoints/step-000008", 3, "checkpoint.json cannot be read: No such file"),
-    ],
-)
-def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(name, code, expected, source, refused):
-    for path in (source / "checkpoints").iterdir():
-        _damage(path)
-    (source / "checkpoints" / "step-000008" / "checkpoint.json").unlink()
-    words = ["pretrain", "--init-from", name, "--out", "new", *TINY]
-    refused(*words, code=code, message=expected)
-    assert not Path("new").exists()
-
-
 def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
     source, command, tmp_path, monkeypatch, capsys
 ):

@@ -42,12 +42,6 @@ recipe = "fp32"
 """
 
 
-@pytest.fixture
-def phases(tmp_path: Path) -> str:
-    (tmp_path / "phases.toml").write_text(PHASES)
-    return str(tmp_path / "phases.toml")
-
-
 def three(recipe: str, middle: dict | None = None) -> tuple:
     return (
         {"name": "early", "recipe": recipe, "until": 3},
@@ -62,8 +56,12 @@ def events(run: Path) -> list[tuple]:
 
 
 @pytest.mark.capability("C1")
-def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases, tmp_path, capsys):
-    assert command("pretrain", "--config", phases, "--recipe", "delayed", "--out", "r", *TINY) == 0
+def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, tmp_path, capsys):
+    Path("phases.toml").write_text(PHASES)
+    assert (
+        command("pretrain", "--config", "phases.toml", "--recipe", "delayed", "--out", "r", *TINY)
+        == 0
+    )
     out = capsys.readouterr().out
     sentence = "early 1 to 3 in bf16, middle 4 to 9 in delayed-emulated, late 10 to 12 in fp32"
     assert f"phases: {sentence}" in out

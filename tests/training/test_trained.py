@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import fp8stack
 from fp8stack.model.config import load_config
@@ -31,22 +30,17 @@ def transformers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "theirs"
 
 
-def _logits(folder: Path, tokens: Tensor) -> Tensor:
+def test_the_loss_of_a_folder_of_transformers_is_transformers_own(transformers_folder):
     from tests.support.hf_models import loaded
 
-    with torch.no_grad():
-        logits: Tensor = loaded(folder)(tokens).logits
-    return logits
-
-
-def test_the_loss_of_a_folder_of_transformers_is_transformers_own(transformers_folder):
     scores = fp8stack.evaluate("hf:theirs", data="text.txt", windows=4)
     assert [score.recipe for score in scores] == ["fp32"]
     model = load_config("gpt-nano", SMALL)
     tokenizer = fp8stack.load_tokenizer("bytes")
     windows = windows_for("x", RunConfig(), model, tokenizer, "text.txt", 4, None).tokens
     assert len(scores[0].losses_N) == len(windows) == 4
-    logits = _logits(transformers_folder, windows[:, :-1])
+    with torch.no_grad():
+        logits = loaded(transformers_folder)(windows[:, :-1]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
     assert scores[0].loss == pytest.approx(expected.item(), abs=1e-5)
     bits = expected.item() / torch.log(torch.tensor(2.0)).item()  # a byte is a token

@@ -56,11 +56,11 @@ FLAGS = {
     "--config bom.toml": "bom.toml", "--config table.toml": "key",
     "--config ''": "--config is empty. Give a run file",
     "--config good.txt": "good.txt is not valid TOML", "--config pipe": "no regular file",
-    "--data none": "none'. Give a file or a folder", "--data odd.bin": "odd.bin has",
-    "--data wide.bin": "wider tokens", "--data array.bin": ".npy file", "--data llm.bin": "llm.c",
-    "--data large.bin": "token 60000", "--data hollow": "hollow", "--data 'a\0b'": "NUL",
+    "--data none": "none'. Give a file or a folder", "--data llm.bin": "llm.c",
+    "--data hollow": "hollow", "--data 'a\0b'": "NUL",
     "--data loop": "loop", "--data link.txt": "nowhere.txt",
     "--resume none": "--resume none", "--resume folder.toml": "folder.toml",
+    "--init-from folder.toml": "No run and no checkpoint at", f"--init-from {'x' * 5000}": "xxx",
     "--init-from ''": "init_from is empty", "--out good.txt": "good.txt is a file",
     "--out good.txt/r": "good.txt is a file. Give a path in", "--out mine":
     "mine/sample.txt is in the way", "--out h\udcff": "out is not valid UTF-8",
@@ -72,6 +72,11 @@ FLAGS = {
     "blocks.0.attention.qkv cannot run in FP8: 24 in features and 72 out features, not divisible",
     "--recipe auto --set recipe.head=maybe": "recipe.head = maybe needs a recipe by name",
     "--set model.layers=2048 --set model.mlp_width=2147483648": "parameters are the most",
+    "--recipe fp16 --set loss_scale=0.5": "loss_scale 0.5 is not between min_loss_scale 1 and max",
+    "--recipe fp16 --set loss_scale=0.25": "lower min_loss_scale to 0.25",
+    "--recipe fp16 --set first_loss_scale=262145": "raise max_loss_scale",
+    "--threads two": "threads", "--threads 0": "threads", "--threads 99999": "Give --threads 1 to",
+    "--profile --set profile_step=99": "profile_step 99 is after the last step",
     "--nonsense": "--nonsense", "--clip 1": "--set clip=VALUE",
     "--config shape.toml": "Give it as --model shape.toml", "extra": "extra",
 }  # fmt: skip
@@ -91,6 +96,8 @@ OTHERS = {
     "compare --recipes fp32,fp32": "twice", "compare --baseline mxfp8 --recipes fp32,bf16":
     "--baseline", "compare --set seed=1": "--seeds", "compare --from none": "none",
     "compare --out good.txt": "good.txt is a file", "bench none": "none",
+    "compare --threads 99999": "Give --threads 1 to", "eval run --threads 99999":
+    "Give --threads 1 to", "bench step --threads 99999": "Give --threads 1 to",
     "bench step --recipe none": "No FP8 recipe 'none'", "bench step --rounds 1": "--rounds",
 }  # fmt: skip
 
@@ -136,12 +143,7 @@ def make_files(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "utf16.toml").write_bytes("scaling = 'none'".encode("utf-16"))
-    (folder / "odd.bin").write_bytes(b"\1" * 999)
-    np.arange(1000, dtype="<u4").tofile(folder / "wide.bin")
-    with (folder / "array.bin").open("wb") as stream:
-        np.save(stream, np.arange(1000))
     np.array([20240520 % 2**16, 20240520 >> 16, *[1] * 999], "<u2").tofile(folder / "llm.bin")
-    np.full(1000, 60000, "<u2").tofile(folder / "large.bin")
     os.mkfifo(folder / "pipe")
     (folder / "loop").symlink_to("loop")
     (folder / "link.txt").symlink_to("nowhere.txt")

@@ -12,9 +12,6 @@ from tests.faults.inputs import input_data, input_fuzz
 from tests.faults.inputs.input_corruptions import CORRUPTIONS, NEWEST, OF_RUNS, OLDER, problem
 from tests.support.small_loop import changed
 
-# Children are forked, and threads are not.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def run(pristine: Path, tmp_path: Path) -> Path:
@@ -39,6 +36,7 @@ def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(corruption
     CORRUPTIONS[corruption][0](bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
         refused("pretrain", *words, code=3, message=NEWEST)
+    assert not Path("o").exists()
     with pytest.raises(NoUsableCheckpoint, match=NEWEST):
         fp8stack.load(bad)
 

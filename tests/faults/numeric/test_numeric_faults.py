@@ -18,7 +18,6 @@ from tests.faults.numeric.numeric_rows import FP8, RECIPES, transient
 from tests.faults.numeric.small_runs import Recorder, events, small_run, trained
 from tests.support.cases import case
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
 
 

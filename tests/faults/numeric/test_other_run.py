@@ -11,8 +11,6 @@ import pytest
 from fp8stack.planning.run_config import FREE_ON_RESUME, RunConfig
 from tests.faults.numeric.other_runs import OTHERS, refusal, resumed_as, saved_run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Begins a new run: on a resumed one there is nothing to begin.
 NOT_TRIED = {"init_from"}
 

@@ -9,7 +9,6 @@ import torch
 from fp8stack.training.checkpoint import reader, writer
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.validation import newest_sound
-from tests.conftest import refusal
 from tests.faults.inputs.input_corruptions import rewrite
 
 PLAN: dict[str, Any] = {
@@ -70,30 +69,3 @@ def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
 )
 def test_a_checkpoint_is_known_by_its_folder_and_its_name(path, run):
     assert reader.run_of(Path(path)) == (None if run is None else Path(run))
-
-
-# Damage to files, full disks and what a dead save leaves: tests/faults, rows R2, R4 and R5.
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"files": {"model.safetensors": {"sha256": ""}}},
-        {"files": []},
-        {"step": "x"},
-        {"info": None},
-        {"info": INFO | {"guard": GUARD | {"watch": []}}},
-        {"info": INFO | {"plans": [PLAN | {"recipe": {}}]}},
-        {"more": 1},
-    ],
-)
-def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(changes, tmp_path):
-    path = writer.write(tmp_path, _checkpoint(3))
-
-    def change(body: dict) -> None:
-        body |= changes
-        for key in [key for key, value in body.items() if value is None]:
-            del body[key]
-
-    rewrite(path, change)
-    assert "checkpoint.json" in refusal(reader.load, path)
-    (path / "checkpoint.json").write_text("[1]")
-    assert "is no checkpoint manifest" in refusal(reader.load, path)

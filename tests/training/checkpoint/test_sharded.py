@@ -20,7 +20,7 @@ from fp8stack.training.checkpoint.sharded import (
     file_of,
     write_rows,
 )
-from tests.conftest import Command
+from tests.conftest import Command, metrics
 from tests.faults.processes import last_step, run_ranks, tensors
 from tests.faults.rank_rows import ODD
 from tests.faults.twins import SMALL, TEXT
@@ -44,7 +44,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _flags() -> list[str]:
     small = [*SMALL, *ODD, "--batch", "6", "--save-every", "3", "--set", "sample_tokens=0"]
-    return ["--data", "text.txt", "--recipe", "delayed", *small]
+    return ["--data", "text.txt", "--recipe", "delayed", "--backend", "torch", *small]
 
 
 @pytest.fixture
@@ -74,6 +74,13 @@ def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared):
     assert {k: (v.shape, v.dtype) for k, v in sharded.items() if not k.startswith("rng")} == {
         k: (v.shape, v.dtype) for k, v in unsharded.items() if not k.startswith("rng")
     }
+
+
+@pytest.mark.full
+def test_three_ranks_share_rows_that_they_cannot_share_equally(shared):
+    three_ranks, one_rank = ([row["loss"] for row in metrics(shared / run)] for run in ("r", "one"))
+    assert three_ranks[0] == pytest.approx(one_rank[0], rel=1e-5)
+    assert three_ranks == pytest.approx(one_rank, rel=5e-3)
 
 
 @pytest.mark.full

@@ -62,27 +62,6 @@ def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder):
     assert not list((folder / "r" / "checkpoints").glob(".tmp*"))
 
 
-@pytest.fixture(scope="module")
-def shared(begun: Path) -> dict[int, Path]:
-    """Runs in current scaling of one rank, and of two and three that share out rows with FSDP2,
-    which three cannot do equally."""
-    words = [*WORDS, "--set", "model_overrides.width=128", "--set", "model_overrides.heads=2"]
-    words += ["--recipe", "current", "--backend", "torch", "--batch", "6"]
-    runs = {ranks: begun / f"of-{ranks}" for ranks in (1, 2, 3)}
-    for ranks, run in runs.items():
-        flags = ["--parallel", "fsdp"] if ranks > 1 else ["--accumulate", "3"]
-        ended = run_ranks([*words, *flags, "--out", run.name], begun, ranks)
-        assert [rank.code for rank in ended] == [0] * ranks, ended
-    return runs
-
-
-@pytest.mark.full
-def test_three_ranks_share_rows_that_they_cannot_share_equally(shared):
-    three_ranks, one_rank = ([row["loss"] for row in metrics(shared[ranks])] for ranks in (3, 1))
-    assert three_ranks[0] == pytest.approx(one_rank[0], rel=1e-5)
-    assert three_ranks == pytest.approx(one_rank, rel=5e-3)
-
-
 @pytest.mark.full
 def test_ranks_begin_a_branch_together(folder):
     named = "r/checkpoints/step-000002"

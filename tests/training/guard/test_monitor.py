@@ -257,24 +257,24 @@ def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(tmp_
 
 
 # The FP8 backends read scales on the host where the host is the device, in eager mode.
-@pytest.mark.parametrize(("recipe", "keys"), [("fp16", {}), ("bf16", {"accumulate": 2})])
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        *(("fp16", {}), ("bf16", {"accumulate": 2})),
+        *(("fp32", {"clip_mode": mode}) for mode in ("norm", "value", "adaptive")),
+    ],
+)
 def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
-    small.advance(3)
+    small.advance(12)
     assert host_reads(small.next_step()) == {}
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which tests set."""
+def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_between(
+    tmp_path, monkeypatch
+):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    return now
-
-
-def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_between(
-    tmp_path, monkeypatch, now
-):
     small = SmallLoop(
         tmp_path / "r", "fp32", steps=11, log_every=4, save_every=6, eval_every=5
     )  # fmt: skip

@@ -79,20 +79,6 @@ def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same():
     assert loop.scaler.statistics().overflows == 3
 
 
-@pytest.mark.parametrize(
-    ("key", "scale", "remedy"),
-    [
-        ("loss_scale", 0.5, "lower min_loss_scale to 0.5"),
-        ("first_loss_scale", 262145.0, "raise max_loss_scale"),
-    ],
-)
-def test_a_scale_beyond_the_bounds_is_refused_by_name(key, scale, remedy):
-    message = refusal(build_scaler, RunConfig(**{key: scale}), torch.device("cpu"))
-    start = f"{key} {scale:g} is not between min_loss_scale 1 and max_loss_scale 262144."
-    assert message.startswith(start)
-    assert remedy in message
-
-
 @pytest.mark.capability("A2")
 def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
     config = RunConfig(

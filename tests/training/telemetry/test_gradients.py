@@ -20,7 +20,7 @@ from fp8stack.analysis.report.run_record import read_run
 from fp8stack.analysis.report.telemetry import Gradient
 from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks
-from tests.faults.twins import TEXT
+from tests.faults.twins import SMALL, TEXT
 from tests.support.cases import case
 from tests.support.small_loop import SmallLoop
 
@@ -205,13 +205,9 @@ def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() ->
 
 
 def _rank_rows(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
-    words = [
-        "pretrain", "--data", "text.txt", "--device", "cpu", "--context", "16", "--batch", "8",
-        "--steps", "2", "--recipe", "fp32", "--set", "warmup_steps=2", "--set", "eval_windows=5",
-        "--set", "sample_tokens=0", "--set", "model_overrides.layers=1",
-        "--set", "model_overrides.width=32", "--set", "model_overrides.heads=2",
-        "--set", "telemetry_every=1", "--out", "r", *flags,
-    ]  # fmt: skip
+    words = ["pretrain", "--data", "text.txt", *SMALL, "--batch", "8", "--steps", "2"]
+    words += ["--recipe", "fp32", "--set", "sample_tokens=0", "--set", "telemetry_every=1"]
+    words += ["--out", "r", *flags]
     folder.mkdir()
     (folder / "text.txt").write_text(TEXT)
     ended = run_ranks(words, folder, ranks, timeout_s=200)
