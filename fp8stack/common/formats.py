@@ -193,7 +193,7 @@ def named_format(name: str) -> Format | None:
 
 
 BlockSize = Literal["tensor", "row"] | tuple[int, int]
-BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (128, 128))
+BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (64, 64), (128, 128))
 
 
 def known_block(block: object) -> BlockSize:
