@@ -24,6 +24,7 @@ from fp8stack.model.hf.tensors import from_hf
 from fp8stack.model.rope import rope_tables
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
+from tests.support.hf_models import SHAPES, export_to, loaded, random_model
 
 CPU = Hardware("cpu")
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "block", "mxfp8"]
@@ -58,69 +59,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 # Against Hugging Face
 
 
-def from_theirs(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model of transformers by our names."""
-    return from_hf(config, layout_of(config), tensors, "transformers")
-
-
-def gpt2(**shape: object):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",  # type: ignore[call-arg]
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def llama(kind: str = "Llama", **shape):
-    """The twin of `GPTConfig(**TINY | MODERN | shape)`."""
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=61, max_position_embeddings=16, hidden_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=shape.get("kv_heads") or 4, head_dim=8,
-        intermediate_size=shape.get("mlp_width", 128), rms_norm_eps=shape.get("norm_eps", 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": shape.get("rope_theta", 10_000.0)},
-        tie_word_embeddings=shape.get("tied", True), attention_bias=shape.get("bias", False),
-        mlp_bias=shape.get("bias", False), attn_implementation="eager",
-    )  # fmt: skip
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
-
-
-def qwen3(**shape):
-    return llama("Qwen3", **shape)
-
-
-TWINS = {
-    "gpt2": (gpt2, {}),
-    "llama-tied": (llama, {"kv_heads": 2, "mlp_width": 40}),
-    "llama-untied": (llama, {"kv_heads": 1, "tied": False, "rope_theta": 500.0}),
-    "llama-biases": (llama, {"norm_eps": 0.1, "bias": True}),
-    "qwen3": (qwen3, {"kv_heads": 2, "qk_norm": True, "tied": False}),
-}
-
-
-def twins(twin: Callable[..., Any], shape: dict[str, Any]) -> tuple[GPT, Any]:
-    """A model and its twin of transformers, with the same random weights."""
-    reference = twin(**shape)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():  # far from zero and one, so that every parameter matters
-        for parameter in reference.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    model = build(**({} if twin is gpt2 else MODERN | shape))
-    weights = from_theirs(model.config, dict(reference.named_parameters()))
-    assert weights.keys() == dict(model.named_parameters()).keys()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model, reference
-
-
-@pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
-def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
-    model, reference = twins(twin, shape)
-    inputs = tokens()
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2 untied", "llama", "llama tied", "llama with bias", "qwen3"]
+)
+def test_logits_loss_and_gradients_equal_hugging_face(name, tmp_path):
+    model = random_model(GPTConfig(**SHAPES[name]))
+    reference = loaded(export_to(tmp_path / name, model), attn_implementation="eager")
+    inputs = tokens(vocabulary=50)
     assert_close(model(inputs), reference(inputs).logits)
     labels = inputs.clone()
     labels[0, 5:9] = -100
@@ -128,8 +73,10 @@ def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
-    for name, gradient in from_theirs(model.config, gradients(reference)).items():
-        assert_close(grad(model.get_parameter(name)), gradient, 2e-5)
+    of_reference = from_hf(model.config, layout_of(model.config), gradients(reference), "theirs")
+    assert of_reference.keys() == gradients(model).keys()
+    for parameter, gradient in of_reference.items():
+        assert_close(grad(model.get_parameter(parameter)), gradient, 2e-5)
 
 
 # Presets and sizes

@@ -31,11 +31,7 @@ from tests.model.test_gpt import (
     MODERN,
     assert_close,
     build,
-    gpt2,
-    llama,
-    qwen3,
     tokens,
-    twins,
 )
 from tests.support.data_writers import write_llmc
 from tests.trained.conftest import TEXT
@@ -183,15 +179,6 @@ def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(shape, promp
     generated = list(generate(model, prompt, 30, GREEDY, seed=0, when_full=lambda: full.append(1)))
     assert generated == without_cache(model, prompt, 30)
     assert len(full) == {1: 2, 16: 4, 40: 4}[len(prompt)]
-
-
-@pytest.mark.parametrize("twin", [gpt2, llama, qwen3], ids=lambda twin: twin.__name__)
-def test_greedy_text_is_that_of_transformers(twin):
-    shape = {} if twin is gpt2 else {"kv_heads": 2, "qk_norm": twin is qwen3}
-    model, hf_model = twins(twin, shape)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = hf_model.eval().generate(torch.tensor([[3, 1, 4]]), **options)[0, 3:].tolist()
-    assert list(generate(model, [3, 1, 4], 12, GREEDY, seed=0)) == expected
 
 
 def test_it_stops_before_a_token_that_ends_the_text_and_draws_none_that_is_not_known():

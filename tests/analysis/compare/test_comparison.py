@@ -223,10 +223,8 @@ def test_how_a_run_ended(tmp_path):
 # Bad input: more of it in tests/faults/inputs/input_flags.py
 
 BAD = {
-    "empty name": (["--recipes", "fp32,,bf16"], "has an empty name"),
     "one": (["--recipes", "fp32"], "fp32 is one recipe, and a gap is the difference of two"),
     "two files of a name": (["--recipes", "a/d.toml,b/d.toml"], "one of the two another file na"),
-    "baseline": (["--baseline", "mxfp8"], "--baseline mxfp8 is not among the recipes: fp32"),
     "margin": (["--margin", "-1"], "--margin '-1' is no share in percent. Example: --margin 0.25%"),
     "run": (["--out", "run"], "run/run.toml is in the way"),
     "in the way": (["--out", "other"], "other/runs is in the way"),
@@ -234,7 +232,6 @@ BAD = {
     "recipe": (["--set", "recipe=bf16"], "Give --recipes instead"),
     "context": (["--context", "4096"], "--context 4096 is more than the 128"),
     "data": (["--data", "none.txt"], "none.txt"),
-    "from": (["--from", "nowhere"], "No run and no checkpoint at"),
     "strict": (
         ["--set", "strict=true", "--recipes", "fp32,delayed"],
         "--strict: 'delayed' does not run as asked",
