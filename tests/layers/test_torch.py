@@ -7,8 +7,6 @@ layouts as cuBLAS documents them gives the numbers.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,20 +23,17 @@ from fp8stack.analysis.conform import gemms
 from fp8stack.analysis.conform.checks import Context
 from fp8stack.analysis.conform.gemms import Shape
 from fp8stack.layers import fp8_state, operands
-from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import scaled_gemm as scaled_gemms
-from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.layers.linear import Call
 from fp8stack.precision import Hardware, load_recipe, resolve
+from tests.layers.test_scaled_operands import MIXED
 from tests.support.backend_models import (
     CPU,
     PER_TENSOR,
-    gpt,
     linear,
     same,
     saved_tensors,
-    train,
 )
 from tests.support.cases import case
 from tests.support.cuda_gemms import blocked_values
@@ -119,31 +114,6 @@ def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_reci
 
 def compiled(layer, mode):
     return torch.compile(layer, backend=mode, fullgraph=True)
-
-
-@pytest.mark.parametrize("hardware", [CPU, H100])
-@pytest.mark.parametrize("recipe", ON_CPUS)
-def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware):
-    options: dict[str, Any] = {"history_length": 8} if recipe == "delayed" else {}
-    by_torch, _ = linear(recipe, 48, 32, hardware=hardware, **options, backend="torch")
-    emulated, _ = linear(recipe, 48, 32, hardware=hardware, backend="emulate", **options)
-    dtype = by_torch.compute_dtype
-    for step in range(20):
-        x = normal(16, 48, seed=step, std=2.0 ** (step % 5)).to(dtype)
-        dy = normal(16, 32, seed=100 + step, std=2.0 ** (-step % 7)).to(dtype)
-        if step == 7:
-            x.zero_()
-        if step == 9:
-            x[3, 5], dy[2, 2] = math.nan, math.nan
-        results = run(by_torch, x, dy)
-        expected = run(emulated, x, dy)
-        assert same(fp8_state(by_torch), fp8_state(emulated)), step
-        if step != 9:
-            assert_all_close(results, expected, tolerance=1e-2)
-        for layer in (by_torch, emulated):
-            layer.zero_grad()
-            layer.weight.grad = normal(32, 48, seed=200 + step)
-            torch.optim.SGD([layer.weight], lr=0.1).step()
 
 
 def quantized(layer: Any, x: Tensor, name: str) -> tuple[Scaled, Scaled]:
@@ -320,7 +290,8 @@ def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm
 
 # Non-finite values and odd shapes
 
-RUNS = [*MACHINES.items(), *((recipe, CPU) for recipe in ON_CPUS)]
+RUNS: list[Any] = [(recipe, {}, hardware) for recipe, hardware in MACHINES.items()]
+RUNS += [(recipe, {}, CPU) for recipe in ON_CPUS] + [row[:3] for row in MIXED]
 
 
 @pytest.fixture
@@ -338,12 +309,18 @@ def run_on(request):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "hardware"),
-    [case(*way, quick=way[0] == "mxfp8" or way[1] is CPU) for way in RUNS],
+    ("recipe", "changes", "hardware"),
+    [case(*run, quick=run[2] is CPU or run[0] in ("mxfp8", "rowwise_wgrad_hp")) for run in RUNS],
     ids=str,
 )
-def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
-    assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
+def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, changes, hardware):
+    assert hidden(run_on(recipe, hardware, bias=False, **changes)(), 40) == []
+
+
+@pytest.mark.parametrize(("recipe", "changes", "hardware"), RUNS, ids=str)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, changes, hardware):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert odd_shapes(run_on(recipe, hardware, **changes), dtype) == []
 
 
 @pytest.mark.parametrize("recipe", [case(name, quick=name == "delayed") for name in ON_CPUS])
@@ -352,37 +329,6 @@ def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe):
     torch._dynamo.reset()
     layer = run_on(recipe, CPU, bias=False)()
     assert hidden(layer, 40, compiled(layer, "aot_eager")) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
-def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, hardware, dtype):
-    assert odd_shapes(run_on(recipe, hardware), dtype) == []
-
-
-# Whole models
-
-
-def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step(
-    cuda_gemm, monkeypatch
-):
-    by_torch, emulated = (
-        gpt("nvfp4", backend, {"layers": 1}, hardware=RTX) for backend in ("torch", "emulate")
-    )
-    casts = []
-
-    def counted(x, rowwise, *arguments):
-        casts.append(rowwise)
-        return cast_nvfp4(x, rowwise, *arguments)
-
-    monkeypatch.setattr(torch_backend, "cast_nvfp4", counted)
-    losses = [train(model, range(2), accumulate=2) for model in (by_torch, emulated)]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
-    # 4 linears cast in 2 micro-batches of 2 steps, but their weights once a step.
-    quantizers = load_recipe("nvfp4").quantizers.each
-    counts = {"input": 16, "grad_output": 16, "weight": 8}
-    assert Counter(casts) == {quantizers[name]: count for name, count in counts.items()}
-    assert same(fp8_state(by_torch), fp8_state(emulated))
 
 
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):

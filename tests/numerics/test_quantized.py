@@ -208,6 +208,7 @@ def test_quantizers_that_differ_in_their_blocks_round_in_one_pass(names, way, mo
 def test_quantizers_that_differ_in_more_do_not():
     for first, second in (
         *(("nvfp4", "hadamard nvfp4"), ("mxfp8", "tensor"), ("tensor", "mxfp8")),
+        *((name, name) for name in ("tensor", "stochastic nvfp4", "hadamard nvfp4")),
         *(("mxfp4", "mxfp8"), ("mxfp4", "mxfp4 floor"), ("tensor", "tensor e5m2")),
         *(("stochastic nvfp4", "nvfp4"), ("row", "row e5m2"), ("tensor", "row")),
     ):
