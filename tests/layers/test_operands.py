@@ -10,7 +10,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import OPERANDS
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
 from fp8stack.precision import load_recipe
-from tests.support.backend_models import LOW, linear
+from tests.support.backend_models import LOW, linear, normal
 from tests.support.gemm_oracle import assert_all_close
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -23,10 +23,6 @@ def run(recipe, x, dy, **options):
     y = layer(x)
     y.backward(dy)
     return y.detach(), x.grad, layer.weight.grad
-
-
-def normal(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("recipe", LOW)

@@ -7,7 +7,6 @@ import copy
 import operator
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from fp8stack.layers import build_backend, fp8_state
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import MLP
-from fp8stack.precision import load_recipe, resolve
+from fp8stack.precision import load_recipe
 from tests.support import backend_models
 from tests.support.backend_models import (
     CPU,
@@ -324,9 +323,11 @@ TE_RECIPES: list[tuple[str, dict, dict]] = [
      {"margin": 3, "amax_history_len": 1, "amax_compute_algo": "most_recent",
       "reduce_amax": False}),
     ("current", {"quantizer": {"eps": 0.25}, "power_of_two": True},
-     {"use_power_2_scales": True} | {f"fp8_quant_{x}.amax_epsilon": 0.25 for x in ("fwd_inp", "fwd_weight", "bwd_grad")}),
-    ("block", {"power_of_two": False}, {"use_f32_scales": True, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2,
-                   "grad_block_scaling_dim": 1}),
+     {"use_power_2_scales": True} | {
+         f"fp8_quant_{x}.amax_epsilon": 0.25 for x in ("fwd_inp", "fwd_weight", "bwd_grad")}),
+    ("block", {"power_of_two": False},
+     {"use_f32_scales": True, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2,
+      "grad_block_scaling_dim": 1}),
     ("mxfp8", {}, {"fp8_format.name": "E4M3", "enable_2d_quantization": False}),
     ("nvfp4", {}, {"row_scaled_activation": False, "nvfp4_4over6": "none",
                    "disable_stochastic_rounding": False}),
@@ -361,26 +362,15 @@ def test_fields_that_no_gemm_shows_reach_transformer_engine(te, name, options, f
     ],
     ids=str,
 )
-def test_a_recipes_options_reach_its_gemms(te, monkeypatch, name, options):
+def test_a_recipes_options_reach_its_gemms(te, planned_for_gpus, name, options):
     """The casts obey the options, beyond the fields that hold them."""
-
-    def plan_of(recipe, context, backend):
-        return replace(resolve(recipe, machine(name), backend), device="cpu")
-
-    monkeypatch.setattr(gemms, "plan_of", plan_of)
     recipe = load_recipe(name, options)
     facts = gemms.linear(Context(CPU), recipe, "te", gemms.SHAPES[0]).compare()
     assert facts["holds"], facts
 
 
 @pytest.mark.parametrize("algorithm", histories.ALGORITHMS)
-def test_the_state_of_delayed_scaling_is_that_of_plain_python(te, monkeypatch, algorithm):
-    """The row of `fp8stack conform` runs what is planned for an H100."""
-
-    def plan_of(recipe, context, backend):
-        return replace(resolve(recipe, H100, backend), device="cpu")
-
-    monkeypatch.setattr(histories, "plan_of", plan_of)
+def test_the_state_of_delayed_scaling_is_that_of_plain_python(te, planned_for_gpus, algorithm):
     rows = histories.histories(Context(CPU, quick=True))
     (row,) = (row for row in rows if row.name == f"fp8_state of te, {algorithm}")
     facts = row.compare()

@@ -26,7 +26,7 @@ from fp8stack.layers import fp8_state, operands
 from fp8stack.layers.kernels import scaled_gemm as scaled_gemms
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.layers.linear import Call
-from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.precision import Hardware, load_recipe
 from tests.layers.test_scaled_operands import MIXED
 from tests.support.backend_models import (
     CPU,
@@ -36,7 +36,6 @@ from tests.support.backend_models import (
     saved_tensors,
 )
 from tests.support.cases import case
-from tests.support.cuda_gemms import blocked_values
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -51,15 +50,6 @@ ON_CPUS = [*PER_TENSOR, "rowwise"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
-def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
-    from torchao.prototype.mx_formats.utils import to_blocked
-
-    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
-    packed = pack_scales(codes.view(torch.float8_e8m0fnu), ScaleLayout.MX)
-    assert torch.equal(packed.flatten().view(torch.uint8), to_blocked(codes).flatten())
-
-
 OPTIONS = [
     ("delayed", {"backward_format": "e4m3"}),
     ("current", {"power_of_two": True}),
@@ -68,16 +58,6 @@ OPTIONS = [
     ("mxfp8", {"scale_rounding": "floor"}),
     ("mxfp8", {"scale_rounding": "even"}),
 ]
-
-
-@pytest.fixture
-def planned_for_gpus(monkeypatch):
-    """The rows of `fp8stack conform` run what is planned for the GPU that a recipe needs."""
-
-    def plan_of(recipe, context, backend):
-        return replace(resolve(recipe, MACHINES[recipe.name], backend), device="cpu")
-
-    monkeypatch.setattr(gemms, "plan_of", plan_of)
 
 
 @pytest.mark.parametrize(
@@ -148,21 +128,6 @@ def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype
             assert torch.equal(rowwise.data.view(torch.uint8), expected)
             assert torch.equal(columnwise.data.view(torch.uint8), expected.t())
             assert torch.equal(rowwise.inv_scale, 1 / scale)
-
-
-@pytest.mark.parametrize("recipe", ["block", "mxfp8", "rowwise"])
-def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
-    layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe], backend="torch")
-    for name in ("input", "weight", "grad_output"):
-        x = normal(128, 256, seed=3).bfloat16()
-        for copy, operand in zip(quantized(layer, x, name), (x, x.t()), strict=True):
-            quantizer = layer.quantizers[name].joint_cast.quantizer
-            data, scales = numerics.quantize(operand.contiguous(), quantizer)[:2]
-            assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
-            unpacked = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
-            sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]
-            spread = scales.double().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
-            assert torch.equal(unpacked, spread)
 
 
 @pytest.mark.parametrize("hardware", [B200, RTX])
