@@ -129,7 +129,7 @@ def test_an_mlp_that_is_observed_or_left_fp8_or_has_rows_to_add_runs_by_its_part
     assert gpt.blocks[0].mlp.up.was_called
 
 
-def test_blocks_of_a_product_are_those_of_its_values():
+def test_blocks_of_a_product_are_those_of_its_values(fusing):
     layer, _ = linear("block", 128, 256, backend="torch", hardware=Hardware("cuda", (9, 0)))
     assert isinstance(layer, QuantizedLinear)
     hidden, dy = torch.randn(256, 512).bfloat16(), torch.randn(256, 256).bfloat16()
@@ -142,14 +142,17 @@ def test_blocks_of_a_product_are_those_of_its_values():
 
     for product in (FusedInput("swiglu", hidden), FusedInput("swiglu", hidden, dy)):
         values = product.values()
-        copies = quantize(product)
-        assert copies[0].sums is not None
-        torch.testing.assert_close(copies[0].sums, values.float().sum(0))
-        for copy, expected in zip(copies, quantize(values), strict=True):
-            assert torch.equal(copy.data.view(torch.uint8), expected.data.view(torch.uint8))
-            assert torch.equal(copy.inv_scale, expected.inv_scale)
-            assert copy.inv_scale.stride() == expected.inv_scale.stride()
-            assert copy.kind is expected.kind
+        apart = quantize(values)
+        fusing.on = True
+        for copies in (quantize(product), quantize(values)):
+            assert copies[0].sums is not None
+            torch.testing.assert_close(copies[0].sums, values.float().sum(0))
+            for copy, expected in zip(copies, apart, strict=True):
+                assert torch.equal(copy.data.view(torch.uint8), expected.data.view(torch.uint8))
+                assert torch.equal(copy.inv_scale, expected.inv_scale)
+                assert copy.inv_scale.stride() == expected.inv_scale.stride()
+                assert copy.kind is expected.kind
+        fusing.on = False
 
 
 def test_the_bytes_that_compiled_code_transposes_are_those_of_the_cast():
