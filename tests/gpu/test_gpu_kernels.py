@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from fp8stack import numerics
+from fp8stack.common.formats import Quantizer
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.layers.kernels.variants import has_kernel
-from tests.gpu.machine import CONTEXT
+from fp8stack.layers.kernels.weight_casts import BatchedCast
+from tests.gpu.machine import CONTEXT, no_waiting
 from tests.layers.kernels import test_fused_casts
 from tests.layers.kernels import test_weight_casts as test_weights
 
@@ -29,6 +31,26 @@ def test_casts_of_activations_and_of_their_gradients_are_numpys() -> None:
 
 def test_weights_share_scales_and_are_rounded_from_float64() -> None:
     assert test_weights.interpreted_differences(DEVICE) == []
+
+
+def test_a_cuda_graph_casts_many_weights_again() -> None:
+    x, scales = torch.randn(256, 384, device=DEVICE), torch.ones(3, device=DEVICE)
+    weights, amaxes = (
+        BatchedCast([x], Quantizer(amax="delayed"), [1]),
+        torch.zeros(3, device=DEVICE),
+    )
+    weights.cast(scales, amaxes)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights.cast(scales, amaxes)
+    x.normal_()
+    scales[1] = 3.7
+    amaxes.zero_()
+    graph.replay()
+    rowwise, columnwise = (copy.data.view(torch.uint8) for copy in weights.copies[0])
+    assert torch.equal(rowwise, numerics.cast_to_fp8(x, scales[1]).view(torch.uint8))
+    assert torch.equal(columnwise, rowwise.t())
+    assert amaxes.tolist() == [0, x.abs().max().item(), 0]
 
 
 def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
@@ -51,6 +73,30 @@ def test_the_operator_is_as_torch_wants_it() -> None:
         operator = torch.ops.fp8stack.cast_product.default
         arguments = ("cast", x, None, scale, "e4m3", columnwise, record, False)
         torch.library.opcheck(operator, arguments)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    x, scale = torch.ones(64, 64, device=DEVICE), torch.ones((), device=DEVICE)
+    cast_transpose(x, scale)  # compiles
+    torch.cuda.synchronize()
+    with no_waiting():
+        cast_transpose(x, scale)
+
+
+def test_a_captured_graph_casts_what_it_finds() -> None:
+    x = torch.randn(256, 320, device=DEVICE, dtype=torch.bfloat16)
+    scale = torch.tensor(3.7, device=DEVICE)
+    cast_transpose(x, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data, transposed, amax = cast_transpose(x, scale)
+    x.mul_(3)
+    scale.mul_(2)
+    graph.replay()
+    expected = numerics.cast_to_fp8(x.cpu(), scale.cpu()).view(torch.uint8)
+    assert torch.equal(data.view(torch.uint8).cpu(), expected)
+    assert torch.equal(transposed.view(torch.uint8).cpu(), expected.t())
+    assert torch.equal(amax.cpu(), numerics.amax(x.cpu()))
 
 
 def test_more_than_2_to_the_31_elements_are_cast() -> None:
