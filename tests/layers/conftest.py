@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fp8stack.analysis.conform import gemms, histories
 from fp8stack.model.config import plan_for as real_plan_for
+from fp8stack.precision import resolve
 from fp8stack.training import run_plans
 from fp8stack.training.setup import start
 from tests.support.backend_models import H100, machine
@@ -34,6 +36,17 @@ def te_throughout() -> Iterator[None]:
 def cuda_gemm(monkeypatch):
     """The calls of torch's scaled GEMMs, see `cuda_gemms`."""
     return cuda_gemms(monkeypatch)
+
+
+@pytest.fixture
+def planned_for_gpus(monkeypatch):
+    """The rows of `fp8stack conform` run what is planned for the GPU that a recipe needs."""
+
+    def plan_of(recipe, context, backend):
+        return replace(resolve(recipe, machine(recipe.name), backend), device="cpu")
+
+    for rows in (gemms, histories):
+        monkeypatch.setattr(rows, "plan_of", plan_of)
 
 
 @pytest.fixture

@@ -354,9 +354,6 @@ def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
     assert set(scales(unused).values()) == {1.0}
 
 
-# Activation checkpointing
-
-
 # The state is saved, restored, copied, moved
 
 

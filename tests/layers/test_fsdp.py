@@ -73,18 +73,6 @@ def shards_of(weight: torch.Tensor, ranks: int) -> list[ShardedWeight]:
     return [ShardedWeight(chunk, Layer(3.5, len(weight))) for chunk in chunks]
 
 
-@pytest.mark.capability("E3")
-@pytest.mark.parametrize("rows", [64, 50, 5])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(weight, ranks, rows):
-    weight = weight[:rows]
-    full = gathered(shards_of(weight, ranks))
-    expected = numerics.cast_to_fp8(weight, torch.tensor(3.5), "e4m3")
-    data, scale = tensors_of(full)
-    assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
-    assert (full.shape, full.dtype, scale.item()) == (weight.shape, torch.float32, 3.5)
-
-
 def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(weight, sharded):
     layer: Any = sharded._layer
     layer.in_fp8 = False

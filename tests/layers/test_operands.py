@@ -9,8 +9,8 @@ import torch
 from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import OPERANDS
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
-from fp8stack.precision import load_recipe, resolve
-from tests.support.backend_models import B200, CPU, H100, LOW, linear
+from fp8stack.precision import load_recipe
+from tests.support.backend_models import LOW, linear, normal
 from tests.support.gemm_oracle import assert_all_close
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -23,10 +23,6 @@ def run(recipe, x, dy, **options):
     y = layer(x)
     y.backward(dy)
     return y.detach(), x.grad, layer.weight.grad
-
-
-def normal(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("recipe", LOW)
@@ -179,20 +175,6 @@ def test_bf16_gemms_take_the_forward_values_only_where_bf16_holds_them(recipe, c
     quantizers = load_recipe(recipe, {"backward": "dequantized"} | changes).quantizers
     assert quantizers is not None
     assert quantizers.exact_in_bf16 is exact
-
-
-@pytest.mark.parametrize(
-    ("recipe", "hardware", "backend"),
-    [
-        ("current", CPU, "torch"), ("rowwise", H100, "torch"), ("mxfp8", H100, "emulate"),
-        ("mxfp8", B200, "torch"), ("mxfp4", B200, "emulate"), ("nvfp4", B200, "torch"),
-    ],
-)  # fmt: skip
-def test_a_backward_pass_on_the_forward_values_is_in_no_fp8(recipe, hardware, backend):
-    plan = resolve(load_recipe(recipe, {"backward": "dequantized"}), hardware, "torch")
-    layer = plan.for_layers({"layer": (128, 128)}).layer("layer")
-    assert plan.backend == backend
-    assert layer.plain_gemms == (("dgrad", "wgrad") if backend == "torch" else ())
 
 
 FLOAT32_SCALES = {"power_of_two": False}

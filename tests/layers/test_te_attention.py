@@ -547,10 +547,7 @@ PLANNED = [
 ]
 REFUSED = [
     ("mxfp8", "mxfp8", CPU, {}, "This is a CPU, with mxfp8 run by emulate. Give another"),
-    ("delayed", "mxfp8", H100, {}, "This is compute capability 9.0, with delayed run by te."),
-    ("current", "current", H100, {}, "This is compute capability 9.0, with current run by te."),
     ("rowwise", "delayed", B200, {}, "with rowwise run by torch"),
-    ("bf16", "delayed", B200, {}, "with bf16 run by reference"),
     ("mxfp8", "mxfp8", B200, {"width": 96}, "needs heads of 32, 64, 96 or 128 elements, not 48"),
     ("mxfp8", "mxfp8", B200, {"width": 512}, "elements, not 256"),
     ("delayed", "delayed", H100, {"width": 128}, "needs heads of 128 elements on compute capabili"),

@@ -7,8 +7,6 @@ layouts as cuBLAS documents them gives the numbers.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,23 +23,19 @@ from fp8stack.analysis.conform import gemms
 from fp8stack.analysis.conform.checks import Context
 from fp8stack.analysis.conform.gemms import Shape
 from fp8stack.layers import fp8_state, operands
-from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import scaled_gemm as scaled_gemms
-from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.layers.linear import Call
-from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.precision import Hardware, load_recipe
+from tests.layers.test_scaled_operands import MIXED
 from tests.support.backend_models import (
     CPU,
     PER_TENSOR,
-    gpt,
     linear,
     same,
     saved_tensors,
-    train,
 )
 from tests.support.cases import case
-from tests.support.cuda_gemms import blocked_values
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -56,15 +50,6 @@ ON_CPUS = [*PER_TENSOR, "rowwise"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
-def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
-    from torchao.prototype.mx_formats.utils import to_blocked
-
-    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
-    packed = pack_scales(codes.view(torch.float8_e8m0fnu), ScaleLayout.MX)
-    assert torch.equal(packed.flatten().view(torch.uint8), to_blocked(codes).flatten())
-
-
 OPTIONS = [
     ("delayed", {"backward_format": "e4m3"}),
     ("current", {"power_of_two": True}),
@@ -73,16 +58,6 @@ OPTIONS = [
     ("mxfp8", {"scale_rounding": "floor"}),
     ("mxfp8", {"scale_rounding": "even"}),
 ]
-
-
-@pytest.fixture
-def planned_for_gpus(monkeypatch):
-    """The rows of `fp8stack conform` run what is planned for the GPU that a recipe needs."""
-
-    def plan_of(recipe, context, backend):
-        return replace(resolve(recipe, MACHINES[recipe.name], backend), device="cpu")
-
-    monkeypatch.setattr(gemms, "plan_of", plan_of)
 
 
 @pytest.mark.parametrize(
@@ -121,31 +96,6 @@ def compiled(layer, mode):
     return torch.compile(layer, backend=mode, fullgraph=True)
 
 
-@pytest.mark.parametrize("hardware", [CPU, H100])
-@pytest.mark.parametrize("recipe", ON_CPUS)
-def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware):
-    options: dict[str, Any] = {"history_length": 8} if recipe == "delayed" else {}
-    by_torch, _ = linear(recipe, 48, 32, hardware=hardware, **options, backend="torch")
-    emulated, _ = linear(recipe, 48, 32, hardware=hardware, backend="emulate", **options)
-    dtype = by_torch.compute_dtype
-    for step in range(20):
-        x = normal(16, 48, seed=step, std=2.0 ** (step % 5)).to(dtype)
-        dy = normal(16, 32, seed=100 + step, std=2.0 ** (-step % 7)).to(dtype)
-        if step == 7:
-            x.zero_()
-        if step == 9:
-            x[3, 5], dy[2, 2] = math.nan, math.nan
-        results = run(by_torch, x, dy)
-        expected = run(emulated, x, dy)
-        assert same(fp8_state(by_torch), fp8_state(emulated)), step
-        if step != 9:
-            assert_all_close(results, expected, tolerance=1e-2)
-        for layer in (by_torch, emulated):
-            layer.zero_grad()
-            layer.weight.grad = normal(32, 48, seed=200 + step)
-            torch.optim.SGD([layer.weight], lr=0.1).step()
-
-
 def quantized(layer: Any, x: Tensor, name: str) -> tuple[Scaled, Scaled]:
     """Both copies of an operand."""
     call = Call(record=False, rows=len(x), has_bias=False, after_norm=True)
@@ -178,21 +128,6 @@ def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype
             assert torch.equal(rowwise.data.view(torch.uint8), expected)
             assert torch.equal(columnwise.data.view(torch.uint8), expected.t())
             assert torch.equal(rowwise.inv_scale, 1 / scale)
-
-
-@pytest.mark.parametrize("recipe", ["block", "mxfp8", "rowwise"])
-def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
-    layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe], backend="torch")
-    for name in ("input", "weight", "grad_output"):
-        x = normal(128, 256, seed=3).bfloat16()
-        for copy, operand in zip(quantized(layer, x, name), (x, x.t()), strict=True):
-            quantizer = layer.quantizers[name].joint_cast.quantizer
-            data, scales = numerics.quantize(operand.contiguous(), quantizer)[:2]
-            assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
-            unpacked = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
-            sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]
-            spread = scales.double().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
-            assert torch.equal(unpacked, spread)
 
 
 @pytest.mark.parametrize("hardware", [B200, RTX])
@@ -320,7 +255,8 @@ def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm
 
 # Non-finite values and odd shapes
 
-RUNS = [*MACHINES.items(), *((recipe, CPU) for recipe in ON_CPUS)]
+RUNS: list[Any] = [(recipe, {}, hardware) for recipe, hardware in MACHINES.items()]
+RUNS += [(recipe, {}, CPU) for recipe in ON_CPUS] + [row[:3] for row in MIXED]
 
 
 @pytest.fixture
@@ -338,12 +274,18 @@ def run_on(request):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "hardware"),
-    [case(*way, quick=way[0] == "mxfp8" or way[1] is CPU) for way in RUNS],
+    ("recipe", "changes", "hardware"),
+    [case(*run, quick=run[2] is CPU or run[0] in ("mxfp8", "rowwise_wgrad_hp")) for run in RUNS],
     ids=str,
 )
-def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
-    assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
+def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, changes, hardware):
+    assert hidden(run_on(recipe, hardware, bias=False, **changes)(), 40) == []
+
+
+@pytest.mark.parametrize(("recipe", "changes", "hardware"), RUNS, ids=str)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, changes, hardware):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert odd_shapes(run_on(recipe, hardware, **changes), dtype) == []
 
 
 @pytest.mark.parametrize("recipe", [case(name, quick=name == "delayed") for name in ON_CPUS])
@@ -352,37 +294,6 @@ def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe):
     torch._dynamo.reset()
     layer = run_on(recipe, CPU, bias=False)()
     assert hidden(layer, 40, compiled(layer, "aot_eager")) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
-def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, hardware, dtype):
-    assert odd_shapes(run_on(recipe, hardware), dtype) == []
-
-
-# Whole models
-
-
-def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step(
-    cuda_gemm, monkeypatch
-):
-    by_torch, emulated = (
-        gpt("nvfp4", backend, {"layers": 1}, hardware=RTX) for backend in ("torch", "emulate")
-    )
-    casts = []
-
-    def counted(x, rowwise, *arguments):
-        casts.append(rowwise)
-        return cast_nvfp4(x, rowwise, *arguments)
-
-    monkeypatch.setattr(torch_backend, "cast_nvfp4", counted)
-    losses = [train(model, range(2), accumulate=2) for model in (by_torch, emulated)]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
-    # 4 linears cast in 2 micro-batches of 2 steps, but their weights once a step.
-    quantizers = load_recipe("nvfp4").quantizers.each
-    counts = {"input": 16, "grad_output": 16, "weight": 8}
-    assert Counter(casts) == {quantizers[name]: count for name, count in counts.items()}
-    assert same(fp8_state(by_torch), fp8_state(emulated))
 
 
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8stack.analysis.conform import suite
-from fp8stack.analysis.conform.casts import MATRICES, quantizer_rows
+from fp8stack.analysis.conform.casts import MATRICES, casts, quantizer_rows
 from fp8stack.analysis.conform.checks import Context, Row
 from fp8stack.analysis.conform.gemms import Shape, linear
 from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
@@ -63,6 +63,13 @@ def test_every_implementation_of_a_quantizer_gives_the_oracles_results(name: str
 COMPILED = ("mxfp8", "hadamard row", "stochastic mxfp6 e3m2 floor", "128x128", "nvfp4 16x16", "row",
             "mxfp4 even", "mxfp8 e5m2 floor", "1x64", "tensor e5m2", "fp6 power of two", "nvfp4",
             "hadamard nvfp4", "stochastic tensor e5m2", "stochastic hadamard nvfp4")  # fmt: skip
+
+
+@pytest.mark.full
+def test_compiled_casts_give_the_oracles_bytes() -> None:
+    rows = [row for row in casts(Context(CONTEXT.hardware)) if "compiled" in row.name]
+    for row in rows[::3]:  # every dtype and every format
+        assert_holds(row)
 
 
 @pytest.mark.parametrize("name", [case(n, quick=n in COMPILED[:2]) for n in COMPILED])

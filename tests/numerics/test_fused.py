@@ -7,19 +7,18 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack.analysis.conform.check_inputs import uneven
 from fp8stack.numerics import Quantizer, RandomBits, fused
-from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
+from fp8stack.numerics.rounding import Rounded, rounding
 from fp8stack.numerics.scales import given_scale
-from tests.support.casts import cast_by
+from tests.support.casts import WAYS, cast_by
+from tests.support.operators import Operators
 from tests.support.quantizers import EVERY
 
 DRAWN = RandomBits(1, 2, torch.tensor(2**33 + 3), 5)
@@ -41,18 +40,7 @@ def assert_equal(results: list[Rounded], expected: list[Rounded]) -> None:
             )
 
 
-def test_blocks_of_different_sizes_share_a_sweep():
-    quantizer = EVERY["1x64"]
-    narrow = replace(quantizer, block=(1, 16))
-    assert alike(quantizer, narrow)
-    x = uneven(200, 100)
-    rowwise, columnwise = Rounding(quantizer, ((1, 64), (16, 1))).round(x)
-    assert_equal(
-        [rowwise, columnwise], [*rounding(quantizer, [1]).round(x), *rounding(narrow, [0]).round(x)]
-    )
-
-
-@pytest.mark.parametrize("way", ["expressions", "one sweep", "many tiles"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("before", "counts", "after"),
     [(0.0, None, 7.5), (9.0, None, 9.0), (float("nan"), None, 7.5), (2.0, False, 2.0)],
@@ -141,18 +129,6 @@ def test_what_looks_at_operators_sees_one_and_its_shapes():
         assert transformed.factor.shape == ()
         rowwise, columnwise = rounded(x, "row", (1, 0))
         assert (rowwise.factor.shape, columnwise.factor.shape) == ((30,), (50,))
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

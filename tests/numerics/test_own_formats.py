@@ -7,16 +7,15 @@ from bisect import bisect_right
 from dataclasses import replace
 from fractions import Fraction
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from fp8stack.common.formats import quantized_format
-from fp8stack.numerics import AmaxHistory, Quantizer, dequantize, quantize, round_to
+from fp8stack.numerics import AmaxHistory, Quantizer, quantize, round_to
 from fp8stack.numerics.cast import encode, round_to_format
 from tests.support.casts import WAYS, cast_by
-from tests.support.oracles import OWN_FORMATS, every_value, values_by_definition
+from tests.support.oracles import OWN_FORMATS, values_by_definition
 
 
 def nearest_code(x: float, name: str) -> int:
@@ -94,17 +93,6 @@ def test_a_scale_in_powers_of_two_is_never_zero_nor_subnormal(way: str) -> None:
             np.testing.assert_array_equal(
                 round_to(x, quantizer, 1).values.numpy(), np.tile(expected, 8)
             )
-
-
-def test_e3m4_casts_as_ml_dtypes_does_and_has_a_nan_in_its_bytes() -> None:
-    x = torch.cat([every_value(torch.bfloat16).float(), inputs("e3m4")])
-    codes = quantize(x, Quantizer(format="e3m4", amax="delayed"), scale=torch.tensor(1.0))
-    held = x.nan_to_num(0.0).clamp(-15.5, 15.5).numpy().astype(ml_dtypes.float8_e3m4)
-    np.testing.assert_array_equal(
-        codes.data.numpy(), np.where(x.isnan(), 0x7F, held.view(np.uint8))
-    )
-    assert codes.data.dtype == torch.uint8
-    np.testing.assert_array_equal(dequantize(codes).isnan(), x.isnan())
 
 
 def test_delayed_scaling_brings_an_amax_to_the_maximum_of_ones_own_format() -> None:

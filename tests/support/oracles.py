@@ -3,7 +3,6 @@
 `fp8stack.analysis.conform.oracles` has the rules of every quantizer. Tests compare it with these.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -32,7 +31,6 @@ OWN_FORMATS = [
     name for name in (f"e{x}m{y}" for x in range(1, 8) for y in range(8 - x)) if name not in MAX
 ]
 """The formats `eXmY` that hardware and checkpoints do not have."""
-POWERS_OF_TWO = [Fraction(2) ** (code - 127) for code in range(255)]  # E8M0's values
 FLT_MAX = float(np.finfo(np.float32).max)
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -97,15 +95,6 @@ def decoded(name: str) -> np.ndarray:
 def every_value(dtype: torch.dtype) -> Tensor:
     """All 65536 values of a 16-bit format."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-
-
-def rceil_code(amax: Number, name: str) -> int:
-    """The E8M0 code of the smallest power of two that is not below `amax / fp8_max`."""
-    with np.errstate(all="ignore"):
-        ratio = np.float32(amax) * np.float32(1 / MAX[name])
-    if np.isinf(ratio):
-        return 254
-    return bisect_left(POWERS_OF_TWO, Fraction(float(ratio)))
 
 
 def nearest_codes(scaled: np.ndarray, name: str) -> np.ndarray:

@@ -26,7 +26,7 @@ from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4
 from fp8stack.common.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.numerics import RandomBits, dequantize, quantize
 from fp8stack.numerics.hadamard import hadamard
-from tests.support.oracles import BITS, MAX, ML_DTYPES, codes, nearest_codes
+from tests.support.oracles import BITS, codes
 from tests.support.quantizers import MXFP4
 
 GFLOAT = {
@@ -65,35 +65,6 @@ def _count(*pairs: tuple[np.ndarray, np.ndarray], excluded: np.ndarray | None = 
     differing = int((first[0] != first[1])[included].sum())
     differing += sum(int((a != b).sum()) for a, b in further)
     return Compared(int(included.sum()), differing, int((~included).sum()))
-
-
-def mx_by_ml_dtypes(x: Tensor, quantizer: Quantizer) -> Compared:
-    """Codes and scales of 1x32 blocks: numpy for the scale, ml_dtypes for the cast."""
-    quantized = quantize(x, quantizer, 1)
-    name, limit = quantizer.format, MAX[quantizer.format]
-    blocks = x.float().numpy().reshape(x.shape[0], -1, 32)
-    largest = np.abs(blocks).max(2)
-    if quantizer.scale_rounding == "rceil":
-        mantissa, exponent = np.frexp(largest * np.float32(1 / limit))
-        power = exponent - 1 + (mantissa > 0.5)
-    else:
-        mantissa, exponent = np.frexp(largest)
-        if quantizer.scale_rounding == "even":
-            bits = int(ml_mantissa(name))
-            exponent = exponent + (np.floor(mantissa * 2 ** (bits + 1) + 0.5) == 2 ** (bits + 1))
-        power = exponent - 1 - int(np.log2(limit))
-    scaled = np.ldexp(blocks, -power[..., None]).reshape(x.shape)
-    return _count(
-        (one_to_an_element(quantized.data, name), nearest_codes(scaled, name)),
-        (codes(quantized.scales), (power + 127).astype(np.uint8)),
-    )
-
-
-def ml_mantissa(name: str) -> int:
-    """The mantissa's bits, by ml_dtypes."""
-    import ml_dtypes
-
-    return int(ml_dtypes.finfo(ML_DTYPES[name]).nmant)
 
 
 def mx_by_gfloat(x: Tensor, quantizer: Quantizer) -> Compared:
@@ -188,14 +159,6 @@ def mx_by_microxcaling(x: Tensor, quantizer: Quantizer) -> Compared:
     return _count((dequantize(quantize(x, quantizer, 1)).numpy(), values.numpy()))
 
 
-def one_to_an_element(data: Tensor, name: str) -> np.ndarray:
-    """The codes of a tensor, one to an element; packed codes are unpacked."""
-    if name != "e2m1":
-        return codes(data)
-    packed = data.numpy()
-    return np.stack([packed % 16, packed // 16], -1).reshape(packed.shape[0], -1)
-
-
 def _bytes(data: Tensor) -> np.ndarray:
     return data.view(torch.uint8).numpy()
 
@@ -215,7 +178,6 @@ _NVFP4 = {
 }
 Peer = Callable[[Tensor, Quantizer], Compared]
 PEERS: dict[str, tuple[Peer, dict[str, Quantizer]]] = {
-    "ml_dtypes": (mx_by_ml_dtypes, _EVERY_MX),
     "gfloat": (mx_by_gfloat, _FLOOR),
     "gfloat stochastic": (draws_by_gfloat, _MX),
     "torchao to_mx": (mx_by_torchao, _EVERY_MX),

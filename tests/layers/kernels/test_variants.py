@@ -64,16 +64,6 @@ def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
         cast_transpose(x, scale, "e8m0")
 
 
-@pytest.mark.parametrize(
-    ("shape", "columnwise", "record"),
-    [((33, 20), True, True), ((1, 16), False, True), ((16, 1), True, False), ((0, 4), True, True)],
-)
-def test_the_operator_is_as_torch_wants_it(shape, columnwise, record):
-    x = torch.randn(shape).to(torch.bfloat16)
-    arguments = ("cast", x, None, torch.tensor(3.7), "e4m3", columnwise, record, False)
-    torch.library.opcheck(torch.ops.fp8stack.cast_product.default, arguments)
-
-
 @pytest.mark.parametrize("backend", [case("aot_eager", quick=True), case("inductor", quick=False)])
 def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows(backend):
     def norm_and_cast(x: Tensor, scales: Tensor, recorded: Tensor):
