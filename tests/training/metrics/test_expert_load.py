@@ -53,8 +53,9 @@ def test_the_load_is_the_mean_over_passes_and_counts_all_tokens():
 
 @pytest.mark.capability("A14")
 def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(tmp_path, command, capsys):
+    flags = [*FLAGS, *BIASED, "--recipe", "delayed", "--accumulate", "2"]
     for out in ("finished", "cut"):
-        assert command(*FLAGS, *BIASED, "--recipe", "delayed", "--out", out) == 0
+        assert command(*flags, "--out", out) == 0
     printed = capsys.readouterr().out
     assert "expert groups" in printed
     assert " | balance 1.0" in printed
