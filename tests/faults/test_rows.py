@@ -1,15 +1,10 @@
 """The rows of the matrix in a quick form, and in the short one where they are slow."""
 
-import signal
-
 import pytest
-from safetensors.torch import load_file
 
 from tests.faults import kill_rows, rank_rows
 from tests.faults.case import Case
 from tests.faults.numeric import numeric_rows
-from tests.faults.processes import checkpoints
-from tests.faults.twins import Twin
 
 pytestmark = pytest.mark.full
 
@@ -28,17 +23,3 @@ def test_faults_of_every_kind_are_survived(row, count, tmp_path):
     outcome = CASES[row].run(tmp_path, count)
     assert outcome.lost == ()
     assert outcome.injected == outcome.survived >= count
-
-
-def test_a_mixture_that_is_killed_goes_on_to_the_bit(tmp_path):
-    """Scales of each expert, biases of the routers and the counts that they follow included."""
-    flags = ["--model", "gpt-nano-moe", "--accumulate", "2"]
-    for key in ("count=4", "width=32", "bias=0.01"):
-        flags += ["--set", f"model.experts.{key}"]
-    mixture = Twin(tmp_path / "mixture", "delayed", 6, 2, flags)
-    run = mixture.new()
-    assert mixture.go(run, "kill@backward:5").code == -signal.SIGKILL
-    assert checkpoints(run)
-    assert mixture.finish(run)[1] == ""
-    tensors = load_file(checkpoints(run)[-1] / "model.safetensors")
-    assert tensors["blocks.0.mlp.balance_bias"].any()

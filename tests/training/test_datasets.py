@@ -13,8 +13,6 @@ from torch import Tensor
 import fp8stack
 from fp8stack.common.errors import UserError
 from fp8stack.data import load_corpora, texts
-from fp8stack.model.config import load_config
-from fp8stack.planning.run_config import parse_config
 from fp8stack.training.load import tokenizer_of_run
 from tests.conftest import TINY, exit_code, losses
 
@@ -64,11 +62,6 @@ def test_a_tokenizer_that_is_not_the_datas_is_refused(refused, tokens):
     refused(*words, *small, message="--set model.vocabulary=300")
 
 
-def vocabulary_of(run: Path) -> int:
-    config = parse_config(str(run / "run.toml"), {})
-    return load_config(config.model, config.model_overrides).vocabulary
-
-
 def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
     characters = "\n abcdeé"
     ids = {character: number for number, character in enumerate(characters)}
@@ -79,7 +72,7 @@ def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, t
         tokens = np.array([ids[c] for c in "abc de é\n" * 200], dtype="<u2")
         tokens.tofile(tmp_path / f"text/{name}.bin")
     assert command("pretrain", "--data", "text", "--out", "run", *SHORT) == 0
-    assert vocabulary_of(tmp_path / "run") == len(characters)
+    assert fp8stack.load(tmp_path / "run").config.vocabulary == len(characters)
     capsys.readouterr()
     assert command("generate", "run", "--prompt", "abc", "--tokens", "20", "--seed", "0") == 0
     assert set(capsys.readouterr().out.rstrip("\n")) <= set(characters)

@@ -23,15 +23,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 IN_USE = "Another process trains in runs/gpt-nano-fp32. Wait for it or give another --out."
 
 
-def sessions(run: Path, *ended: bool) -> None:
-    rows = []
-    for step, end in enumerate(ended):
-        times = {"step": step, "time": f"2026-01-0{step + 1}T10:00:00+00:00"}
-        rows.append({"event": "begin", **times, "versions": {}})
-        rows += [{"event": "end", **times, "seconds": 1.0, "how": "done"}] if end else []
-    write_lines(run / "sessions.jsonl", rows)
-
-
 @pytest.fixture
 def unfinished(tmp_path, monkeypatch) -> Path:
     """A run whose first 20 of 200 steps are done, in `runs` of the working folder."""
@@ -39,7 +30,8 @@ def unfinished(tmp_path, monkeypatch) -> Path:
     run = make_run(tmp_path / "runs" / "gpt-nano-fp32", steps=200, recipe="fp32", every=0)
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:20]
     (run / "metrics.jsonl").write_text("".join(rows))
-    sessions(run, False, False)
+    begin = {"event": "begin", "step": 0, "time": "2026-01-01T10:00:00+00:00", "versions": {}}
+    write_lines(run / "sessions.jsonl", [begin, begin])
     (run / "checkpoints" / "step-000016").mkdir(parents=True)
     (run / ".lock").touch()
     return run

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fp8stack.common.errors import NumericFailure
-from fp8stack.common.io import json_lines
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.faults.numeric import numeric_rows
@@ -184,12 +183,3 @@ def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_nam
 @pytest.mark.full
 def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place, tmp_path):
     assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
-
-
-def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
-    run = spoilt(tmp_path, "fp16", [Fault(place="loss_scale", value=NAN, steps={5})], steps=8)
-    rows = json_lines(run.folder.metrics)
-    scales = {row["step"]: row["loss_scale"] for row in rows if "loss_scale" in row}
-    assert math.isfinite(scales[6])
-    assert scales[6] > 1024
-    assert events_of(run) == [(5, "skip")]

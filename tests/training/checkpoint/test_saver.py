@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,38 +37,20 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class Gate:
-    """Holds up writes of checkpoints until it is opened."""
+def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path, monkeypatch):
+    changed, write = threading.Event(), writer.write
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self.writes = 0
-        write = writer.write
+    def late(*arguments: Any) -> Path:
+        assert changed.wait(30)
+        return write(*arguments)
 
-        def late(*arguments: Any) -> Path:
-            self.writes += 1
-            self.reached.set()
-            assert self.opened.wait(30)
-            return write(*arguments)
-
-        monkeypatch.setattr(writer, "write", late)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.opened.set()
-
-
-def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path, gate):
+    monkeypatch.setattr(writer, "write", late)
     saver, tensors, info = _saver(tmp_path), _tensors(1), INFO | {"guard": GUARD | {"bad": []}}
     saver.save(1, info, lambda: tensors)
-    assert gate.reached.wait(30)
     assert not list(tmp_path.glob("step-*"))  # `save` did not wait for it
     tensors["model"]["b"].zero_()
     info["guard"]["bad"].append({"step": 2})
-    gate.opened.set()
+    changed.set()
     saver.wait()
     saved = reader.load(tmp_path / "step-000001")
     assert torch.equal(saved.tensors["model"]["b"], _tensors(1)["model"]["b"])
