@@ -510,21 +510,6 @@ def test_a_recipe_that_speaks_of_other_than_linears_is_refused(
     assert replaced(model) == []
 
 
-def test_a_shape_that_the_hardware_cannot_serve_stays_and_says_so():
-    def model():
-        return nn.Sequential(nn.Linear(128, 256), nn.Linear(48, 10))
-
-    problem = "10 out features, not divisible by 16"
-    converted = convert(model(), plan("delayed", "torch", HOPPER))
-    assert in_fp8(converted) == replaced(converted) == ["0"]
-    assert problem in reason(converted, "1")
-    untouched = model()
-    with pytest.raises(UserError, match=f"1 cannot run in FP8: {problem}"):
-        convert(untouched, plan("delayed", "torch", HOPPER, strict=True))
-    assert replaced(untouched) == []
-    assert in_fp8(convert(model(), recipe="delayed")) == ["0", "1"]  # the emulator pads
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
 def test_a_gpu_without_bf16_leaves_the_model_as_it_is_and_says_how_fp16_is_had(recipe):
     plain, model = gpt2(), convert(gpt2(), plan(recipe, hardware=TURING, backend="auto"))

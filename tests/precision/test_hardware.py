@@ -475,10 +475,6 @@ def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
 GOOD = "def autocast(): ...\nclass Linear: ...\n"
 # The source of a fake `transformer_engine.pytorch`, and its problem in words.
 BROKEN = {
-    "import error": (
-        "raise ImportError('libcudnn.so.9: cannot open shared object file')",
-        "failed (ImportError: libcudnn.so.9: cannot open shared object file)",
-    ),
     "no Linear": ("def autocast(): ...", "Linear"),
     "no text": (
         "import os; os.write(2, b'caf\\xe9'); os.write(1, b'\\xff'); raise ImportError('why')",
@@ -508,9 +504,8 @@ def test_a_real_te_that_hangs_is_given_up_and_ended(fake_te):
         os.kill(int(Path("pid").read_text()), 0)
 
 
-@pytest.mark.parametrize("noise", ["", "import sys; print('noise', file=sys.stderr)\n"])
-def test_a_real_te_that_works_is_found_and_not_imported_here(fake_te, capfd, noise):
-    fake_te(noise + GOOD)
+def test_a_real_te_that_works_is_found_and_not_imported_here(fake_te, capfd):
+    fake_te("import sys; print('noise', file=sys.stderr)\n" + GOOD)
     assert find_te() == ("2.20.0", "")
     assert "transformer_engine" not in sys.modules
     assert capfd.readouterr() == ("", "")

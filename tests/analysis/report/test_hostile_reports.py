@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from fp8stack.analysis import report
 from fp8stack.analysis.report.analysis import analyze
 from fp8stack.analysis.report.page import render
 from fp8stack.analysis.report.run_record import read_run
+from tests.analysis.report.test_page import Page
 from tests.faults.bounded import bounded
 from tests.support.cases import case
 from tests.support.run_folders import make_run, metric_rows, operand_rows, write_lines
@@ -31,20 +31,6 @@ EVIL = [
     "\ud800",
 ]
 TAGS = {"script", "img", "iframe", "object", "embed", "base", "form", "input"}
-
-
-class _Tags(HTMLParser):
-    """The tags of a page that could do something, and handlers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [tag] if tag in TAGS else []
-        for key, value in attrs:
-            if key.startswith("on") or (value or "").strip().lower().startswith("javascript:"):
-                self.found.append(f"{tag} {key}={value}")
 
 
 def _poisoned(value: Any, evil: str, key: str = "") -> Any:
@@ -89,9 +75,11 @@ def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_p
     (run / "run.toml").write_text(config, encoding="utf-8", errors="replace")
     analysis = analyze(read_run(run))
     page, _ = render([analysis, analysis], f"files{name}")
-    tags = _Tags()
-    tags.feed(page)
-    assert tags.found == []
+    for tag, attributes in Page(page).tags:
+        assert tag not in TAGS
+        for key, value in attributes.items():
+            assert not key.startswith("on"), (tag, key, value)
+            assert not value.strip().lower().startswith("javascript:"), (tag, key, value)
     if evil.isprintable():
         assert html.unescape(page).count(evil) >= 10
     assert all(c.isprintable() or c in "\n\t" for c in page)

@@ -31,6 +31,7 @@ from tests.support.hf_models import (
     tokens,
     weights_of,
 )
+from tests.support.quantized_folders import dequantized
 
 CPU = Hardware("cpu")
 WIDE = ROPE | {"width": 256, "heads": 2, "mlp_width": 384}
@@ -72,13 +73,6 @@ def exported(folder: Path, source: ModelSource) -> Path:
     return folder
 
 
-def decompressed(folder: Path, **options: Any) -> Any:
-    """The model whose weights compressed-tensors decompressed."""
-    from transformers.utils.quantization_config import CompressedTensorsConfig
-
-    return loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True), **options)
-
-
 def validated(files: Files) -> Any:
     """The configuration as compressed-tensors reads it."""
     from compressed_tensors.quantization import QuantizationConfig
@@ -86,7 +80,7 @@ def validated(files: Files) -> Any:
     return QuantizationConfig.model_validate(quantization_config(files))
 
 
-def dequantized(
+def dequantized_by_oracle(
     model: GPT, source: ModelSource, recipe: str, power_of_two: bool = False
 ) -> dict[str, torch.Tensor]:
     """The dequantized weights of the model's recipe, cast by layer; by row in recipes that are not
@@ -109,7 +103,7 @@ def dequantized(
 def test_each_expert_is_cast_by_itself_and_the_router_stays_plain(tmp_path):
     model, source = trained(MIXTURE, "delayed")
     folder = exported(tmp_path / "x", source)
-    hf_model = decompressed(folder)
+    hf_model = dequantized(folder, fp8=False)
     experts = hf_model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
     weights = model.get_parameter("blocks.1.mlp.experts.up.weight").detach()
     scales = source.fp8["blocks.1.mlp.experts.up.weight.scale"]
@@ -295,9 +289,9 @@ def test_weights_that_readers_decompress_are_ours_to_the_bit(
         assert group["input_activations"]["dynamic"]
         assert not any(tensor.endswith("input_scale") for tensor in files.tensors)
     replace_folder(tmp_path / "x", files)
-    hf_model, plain = decompressed(tmp_path / "x"), GPT(MODELS[name]).eval()
+    hf_model, plain = dequantized(tmp_path / "x", fp8=False), GPT(MODELS[name]).eval()
     power = recipe == "block"  # its scales are powers of two, whatever the strategy
-    restore_weights(plain, dequantized(model, source, like, power_of_two=power))
+    restore_weights(plain, dequantized_by_oracle(model, source, like, power_of_two=power))
     state = hf_model.state_dict()
     up = plain.get_parameter("blocks.0.mlp.up.weight")
     assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
