@@ -104,8 +104,10 @@ def _trained(folder: Path, name: str, *flags: str) -> list[dict[str, Any]]:
     return metrics(folder / name)
 
 
-LONG = ("--steps", "300", "--eval-every", "300", "--save-every", "300", "--context", "64")
-LONG += ("--lr", "5e-4", "--set", "model_overrides.layers=2", "--set", "model_overrides.width=64")
+LONG = [
+    *("--steps", "300", "--eval-every", "300", "--save-every", "300", "--context", "64"),
+    *("--lr", "5e-4", "--set", "model_overrides.layers=2", "--set", "model_overrides.width=64"),
+]
 
 
 @pytest.mark.capability("E4")
