@@ -525,7 +525,7 @@ def as_multiplied(
 ) -> Results:
     """The values that a GEMM multiplies, and the factors of its output."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    values = [torch.from_numpy(copy.values + np.float32(0)).to(dtype) for copy in copies]
+    values = [torch.from_numpy(copy.values).to(dtype) + 0.0 for copy in copies]  # as `_of_rounded`
     return named(*zip(values, (copy.factor for copy in copies), strict=True))
 
 
