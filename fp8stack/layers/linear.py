@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.fsdp import FullWeight, WeightTensors, is_dtensor, tensors_of
+from fp8stack.layers.fsdp import FullWeight, WeightTensors, tensors_of
 from fp8stack.layers.kernels.grouped_gemm import Groups
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.reminder import StateReminder
@@ -218,7 +218,7 @@ def require_supported_input(x: Tensor, weight: Tensor | None) -> None:
         UserError: they are DTensors of tensor parallelism, carry forward-mode derivatives, or see
             `require_no_transform`.
     """
-    if is_dtensor(x) or is_dtensor(weight):
+    if hasattr(x, "device_mesh") or hasattr(weight, "device_mesh"):
         raise UserError(
             "FP8 layers do not take the DTensors of tensor parallelism: leave the layers that it "
             "shards out of FP8 (convert(..., exclude=...)), or use FSDP2 or DDP."

@@ -123,7 +123,7 @@ UNREAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("channel", _group(symmetric=False), "only weights of type float that are symmetric"),
     ("channel", _group(strategy="group", group_size=128), "8 bits with strategy = group: 8 bits"),
     ("channel", _group(num_bits=4), "of 4 bits with strategy = channel: 8 bits with tensor"),
-    ("block", _group(block_structure=[64, 64]), "block_structure = [64, 64]: blocks are read"),
+    ("block", _group(block_structure=[96, 96]), "block_structure = [96, 96]: blocks are read"),
     ("mxfp4", _group(group_size=16), "num_bits and group_size must be 4 and 32"),
     ("channel", lambda c: c.update(format="int-quantized"), "compressed-tensors int-quantized"),
     ("channel", lambda c: c.update(config_groups=[]), "it has no table config_groups"),
