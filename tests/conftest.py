@@ -60,7 +60,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-CASES = 8
+CASES = 6
 """The cases of one test that pytest runs by default."""
 
 

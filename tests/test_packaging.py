@@ -20,6 +20,8 @@ from fp8stack import __version__
 from fp8stack.analysis.conform.golden import FOLDER
 from fp8stack.common import presets
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 INFO = f"fp8stack-{__version__}.dist-info"

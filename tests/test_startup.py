@@ -100,6 +100,7 @@ def test_doctor_answers_without_torch_and_in_json_without_what_draws_tables(argu
     assert len(modules) < 316
 
 
+@pytest.mark.full
 def test_doctor_says_the_same_where_torch_is_imported_and_imports_nothing_heavy_beside_it():
     answer = ANSWER.format(["doctor", "--json"])
     printed, beside = observed(f"import torch; before |= set(sys.modules); {answer}")

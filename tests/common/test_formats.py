@@ -42,6 +42,7 @@ def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) 
 
 @pytest.mark.capability("B1")
 @pytest.mark.parametrize("name", [*get_args(FormatName), "e8m0"])
+@pytest.mark.full
 def test_the_codes_of_every_format_of_an_operand_decode_as_the_references_do(name):
     codes = range(2 ** BITS.get(name, 8))
     assert_same_bits(name, codes, decoded(name))

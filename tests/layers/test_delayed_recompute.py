@@ -61,6 +61,7 @@ def trained(model: GPT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.full
 def test_checkpointing_changes_nothing_with_evaluations_in_between(backend):
     plain, *frugal = (trained(recomputing(backend, way)) for way in ways(backend))
     for results in frugal:

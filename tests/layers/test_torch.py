@@ -107,6 +107,7 @@ def quantized(layer: Any, x: Tensor, name: str) -> tuple[Scaled, Scaled]:
     ("recipe", "dtype"),
     [case("delayed", torch.bfloat16, quick=True), case("current", torch.float32, quick=False)],
 )
+@pytest.mark.full
 def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype):
     torch._dynamo.reset()
     layer, _ = linear(recipe, 32, 32, backend="torch")

@@ -304,6 +304,7 @@ def test_one_sequence_more_than_the_largest_batch_does_not_fit(estimated):
 
 
 @pytest.mark.parametrize("memory_gib", [0.02, 0.1, 10])
+@pytest.mark.full
 def test_the_fewest_micro_batches_of_a_batch_that_fit_are_proposed(
     memory_gib, estimated, command, capsys
 ):

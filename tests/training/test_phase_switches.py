@@ -196,6 +196,7 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
         assert small.run.plan.precision == "fp32"
 
 
+@pytest.mark.full
 def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     small.advance(3)
@@ -212,6 +213,7 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
 
 
 @pytest.mark.capability("C3")
+@pytest.mark.full
 def test_a_recipe_that_does_none_stays(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     with patch.object(small.loop, "loss_in", wraps=small.loop.loss_in) as compared:
@@ -221,6 +223,7 @@ def test_a_recipe_that_does_none_stays(tmp_path):
     assert compared.call_count == 7
 
 
+@pytest.mark.full
 def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"), save_every=2, steps=9)
     small.spoil("blocks.0.mlp.up.weight", {4, 5, 6})
@@ -236,6 +239,7 @@ def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):
     assert [call.args[1] for call in repeated.call_args_list] == [4, 7]
 
 
+@pytest.mark.full
 def test_the_model_of_each_phase_is_compiled_and_that_of_an_evaluation_is_not(
     tmp_path, monkeypatch
 ):
@@ -280,6 +284,7 @@ def test_a_phase_without_steps_is_told(tmp_path):
 
 
 @pytest.mark.capability("C1")
+@pytest.mark.full
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
     copy = tmp_path / "copy.toml"
     copy.write_text('like = "current"\n')
@@ -338,6 +343,7 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path):
     assert rates == [989, 1979]
 
 
+@pytest.mark.full
 def test_the_model_that_left_fp16_shares_the_counters_of_the_others(tmp_path):
     phases = {"name": "a", "recipe": "fp16", "until": 3}, {"name": "b"}
     run = SmallLoop(tmp_path / "r", "nvfp4", phases=phases, width=128).run
@@ -349,6 +355,7 @@ def test_the_model_that_left_fp16_shares_the_counters_of_the_others(tmp_path):
     assert run.backend.draws is draws
 
 
+@pytest.mark.full
 def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("current"), steps=9)
     small.loop.guard.demoted["blocks.0.mlp.up"] = None

@@ -67,6 +67,7 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, uninterrupted):
         ("mxfp8", ["--activation-checkpointing", "selective"]),
     ],
 )
+@pytest.mark.full
 def test_what_changes_no_number_gives_the_same_losses_and_checkpoints(
     recipe, flags, uninterrupted, command, tmp_path
 ):

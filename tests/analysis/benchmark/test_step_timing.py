@@ -21,6 +21,7 @@ TINY = step.StepWork(model="tiny", config=SHAPE, batch=2, context=32)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.full
 def test_a_cpu_has_every_recipe_and_compiles_those_that_are_named():
     names = [arm.name for arm in step.arms(CPU, ["fp32", "delayed"], ["delayed"])]
     assert names == ["fp32", "delayed", "delayed compiled"]

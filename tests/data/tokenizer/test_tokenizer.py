@@ -153,6 +153,7 @@ def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer):
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60), ids=st.lists(st.integers(0, 419), max_size=30))
+@pytest.mark.full
 def test_any_text_comes_back_and_any_ids_decode_as_the_library_decodes_them(text, ids):
     for mine in (load_tokenizer("bytes"), _FILE):
         assert mine.decode(mine.encode(text)) == text

@@ -241,6 +241,7 @@ def test_keys_of_every_json_type_are_read_or_refused_in_one_line(name, tmp_path)
      ("llama", "intermediate_size")],
 )  # fmt: skip
 @pytest.mark.parametrize("size", [2**31, 2**40])
+@pytest.mark.full
 def test_shapes_are_compared_before_memory_is_taken(name, key, size, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     config_json(tmp_path, **{key: size})

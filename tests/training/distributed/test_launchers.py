@@ -24,6 +24,7 @@ def _run(folder: Path, **environment: str) -> list[tuple]:
     return losses(folder / "r")
 
 
+@pytest.mark.full
 def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(tmp_path):
     launched = {
         "ACCELERATE_MIXED_PRECISION": "fp8",

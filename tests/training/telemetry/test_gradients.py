@@ -147,6 +147,7 @@ def _scaled(times: float) -> Callable[[GPT], None]:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_an_injected_fault_is_named(
     tmp_path: Path, recipe: str, spoil: Callable[[GPT], None], named: str, level: str
 ) -> None:
