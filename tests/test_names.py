@@ -60,6 +60,7 @@ def test_plain_names_and_the_fields_of_classes_pass(tmp_path):
     assert checked(tmp_path, PLAIN) == (0, ["Files with plain names only: 1."])
 
 
+@pytest.mark.full
 def test_no_two_classes_of_the_package_share_a_name():
     files = (ROOT / "fp8stack").rglob("*.py")
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]

@@ -138,6 +138,7 @@ class Products(Compilable):
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
     reason="inductor's C++ code heeds emulate_precision_casts from torch 2.13 on",
 )
+@pytest.mark.full
 def test_compiled_code_rounds_to_bfloat16_as_often_as_eager_code():
     x, y = normal(64, 256).bfloat16(), normal(64, 256, seed=1).bfloat16()
     fast = Products()

@@ -256,6 +256,7 @@ def test_a_first_pass_in_inference_mode_leaves_a_model_trainable(recipe, backend
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [*DELAYED[:2], ("nvfp4", "emulate")])
+@pytest.mark.full
 def test_a_pass_of_weights_on_meta_leaves_the_state_to_later_passes(recipe, backend):
     model, twin = gpt(recipe, backend), gpt(recipe, backend)
     x = tokens().to("meta")

@@ -314,6 +314,7 @@ def test_ranks_share_the_largest_amaxes(te, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.full
 def test_a_block_that_runs_again_records_what_it_recorded_before(te, kind, use_reentrant):
     models = gpt("delayed", kind), checkpointed(gpt("delayed", kind), use_reentrant)
     optimizers = [adam(model) for model in models]
@@ -326,6 +327,7 @@ def test_a_block_that_runs_again_records_what_it_recorded_before(te, kind, use_r
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [*KINDS[:2], KINDS[4], KINDS[6]])
+@pytest.mark.full
 def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
     model = gpt(recipe, kind)
     telemetry = Telemetry(model.backend.plan, 1)

@@ -250,6 +250,7 @@ FAKE_TORCHES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 }
 
 
+@pytest.mark.full
 def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(tmp_path):
     cases = []
     for number, (options, *_) in enumerate(FAKE_TORCHES.values()):

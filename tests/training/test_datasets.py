@@ -190,6 +190,7 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bin", "begin", "nothing"),
     ],
 )
+@pytest.mark.full
 def test_a_run_whose_tokenizer_was_replaced_says_so_and_goes_on_with_it_by_name(
     name, use, replaced, runs, command, tmp_path, capsys
 ):

@@ -328,6 +328,7 @@ def test_delayed_scaling_without_warm_up_is_warned_of_and_the_remedy_is_one(tmp_
     assert notes("c", "delayed") == notes("d", "current", warmup_steps=0) == ()
 
 
+@pytest.mark.full
 def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
     run, log = small.run, small.loop.metrics

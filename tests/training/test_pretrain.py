@@ -80,6 +80,7 @@ def test_what_changes_no_number_gives_the_same_losses_and_checkpoints(
     assert checkpoint_difference(changed_run, plain_run) == ""
 
 
+@pytest.mark.full
 def test_the_saved_configuration_reproduces_the_run_and_another_seed_another(
     uninterrupted, command, tmp_path
 ):
@@ -90,6 +91,7 @@ def test_the_saved_configuration_reproduces_the_run_and_another_seed_another(
     assert losses(tmp_path / "b") != losses(uninterrupted("delayed")[0])
 
 
+@pytest.mark.full
 def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     command, refused, tmp_path
 ):

@@ -215,6 +215,7 @@ OPTIONAL = (
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "arcee"])
+@pytest.mark.full
 def test_keys_of_every_json_type_are_read_or_refused_in_one_line(name, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"

@@ -215,6 +215,7 @@ def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(t
 # The phase and recipe of the last step
 
 
+@pytest.mark.full
 def test_after_phases_it_repeats_the_validation_loss_of_the_last_one(tmp_path):
     run = trained(tmp_path, phases="default", decay_fraction=0.4)
     assert [row["phase"] for row in metrics(run)][-2:] == ["decay", "decay"]
@@ -365,6 +366,7 @@ def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path
 
 
 @pytest.mark.parametrize("trained_in", ["fp32", "delayed"])
+@pytest.mark.full
 def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path, capsys):
     plain = trained(tmp_path, recipe=trained_in)
     results = scores(plain, recipes=["fp32", "nvfp4", NO_HADAMARD, "mxfp4"])

@@ -44,6 +44,7 @@ def folder(begun: Path, tmp_path: Path) -> Path:
         (["--out", "n", "--data", "none.txt"], "none.txt"),
     ],
 )
+@pytest.mark.full
 def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(flags, message, folder):
     ended = run_ranks([*WORDS, *flags], folder, 2)
     assert [rank.code for rank in ended] == [2, 2], ended

@@ -188,6 +188,7 @@ def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by
     assert clipped_norms == [pytest.approx(limit, rel=1e-5)]
 
 
+@pytest.mark.full
 def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_alone(tmp_path):
     def spoilt(folder: Path) -> SmallLoop:
         small = SmallLoop(
