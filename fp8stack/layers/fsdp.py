@@ -197,8 +197,8 @@ def plain_shards() -> Iterator[None]:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, without the import of its module, which takes as long as most
-    of torch."""
+    """Whether a tensor is a DTensor, without the import of its class, which takes half as long as
+    torch's."""
     return hasattr(tensor, "device_mesh")
 
 

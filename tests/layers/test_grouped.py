@@ -51,7 +51,7 @@ def assert_same(grouped: Grouped, loop: Loop, results: list[Tensor], expected: l
 )  # fmt: skip
 @pytest.mark.parametrize("recipe", [*RECIPES, *PLAIN])
 def test_output_and_gradients_are_those_of_a_loop_of_linears(recipe, backend) -> None:
-    """In float64 on the exact operands they are rows of `fp8stack conform`."""
+    """The rows of `fp8stack conform` compare grouped GEMMs with float64 on the exact operands."""
     torch.compiler.reset()
     grouped = Grouped(recipe, bias=recipe != "mxfp8")
     loop = Loop(recipe, grouped)

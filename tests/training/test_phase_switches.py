@@ -58,10 +58,8 @@ def events(run: Path) -> list[tuple]:
 @pytest.mark.capability("C1")
 def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, tmp_path, capsys):
     Path("phases.toml").write_text(PHASES)
-    assert (
-        command("pretrain", "--config", "phases.toml", "--recipe", "delayed", "--out", "r", *TINY)
-        == 0
-    )
+    flags = ["--config", "phases.toml", "--recipe", "delayed", "--out", "r"]
+    assert command("pretrain", *flags, *TINY) == 0
     out = capsys.readouterr().out
     sentence = "early 1 to 3 in bf16, middle 4 to 9 in delayed-emulated, late 10 to 12 in fp32"
     assert f"phases: {sentence}" in out

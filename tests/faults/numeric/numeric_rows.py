@@ -273,8 +273,8 @@ def spiked_steps(steps: int) -> list[int]:
 
 
 def clean(folder: Path, recipe: str, steps: int) -> Outcome:
-    """A run without faults, of `steps`: nothing injected, and lost if the guard skips too many (of
-    which fp16's overflows are none)."""
+    """A run of `steps` without injected faults, lost if the guard skips more than
+    `MOST_FALSE_PERCENT` of them; overflows of fp16 are no skipped steps."""
     run = small_run(folder, f"{recipe}-clean", recipe, steps=steps, log_every=10, save_every=2000)
     skipped = len({row["step"] for row in trained(run) if row["event"] == "skip"})
     percent = 100 * skipped / steps

@@ -295,9 +295,8 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
     etas: list[float | None] = []
     monkeypatch.setattr(loop.display, "step", lambda step, line, eta: etas.append(eta))
     small.advance(11)
-    assert (
-        etas[0] == (2 + 3 + 4) / 3 * 7
-    )  # of the first row; the first step, which compiles, is out
+    # At the first row, that of step 4, without the first step, which compiles.
+    assert etas[0] == (2 + 3 + 4) / 3 * 7
     # Rows at 4 and 8, at 5 and 10 with an evaluation, at the last; saved after 6 and the last.
     assert [(row["step"], row["step_ms"]) for row in metrics(tmp_path / "r")] == [
         (4, 2500), (5, 5000), (8, 7500), (10, 9500), (11, 11000),
