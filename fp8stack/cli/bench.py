@@ -38,9 +38,10 @@ def step(
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
     from fp8stack.analysis.benchmark.step_timing import FP8, QUANTIZED, chosen, measure, table
-    from fp8stack.common.errors import unknown
+    from fp8stack.common.errors import require, unknown
     from fp8stack.precision import probe
 
+    require("scipy", "fp8stack bench step")
     hardware = probe(device)
     recipes = recipe or list(FP8)
     for name in recipes:

@@ -7,7 +7,7 @@ import typer
 
 from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
-from fp8stack.common.errors import Interrupted
+from fp8stack.common.errors import Interrupted, require
 from fp8stack.common.terminal import shell_quoted
 
 RECIPES = option(
@@ -43,6 +43,7 @@ def compare(
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
+    require("scipy", "fp8stack compare")
     chosen = {"recipes": recipes, "out": out, "seeds": seeds, "shared": shared}
     chosen |= {"margin": margin, "baseline": baseline, "from": from_}
     command = _command(chosen | flags | {"set": set})

@@ -6,6 +6,7 @@ remedy. The command prints it without a traceback. An `assert` marks fp8stack's 
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 class UserError(ValueError):
@@ -26,6 +27,12 @@ class UnservedAttention(UserError):
 class MissingRequirement(UserError):
     """This machine, or this version of fp8stack, lacks what sound input needs: a package, memory,
     a permission. Exit code 2."""
+
+
+def require(package: str, needed_by: str) -> None:
+    """Raise a MissingRequirement that says what to install if `package` is not installed."""
+    if find_spec(package) is None:
+        raise MissingRequirement(f"{needed_by} needs {package}: pip install {package}")
 
 
 class NoUsableCheckpoint(UserError):

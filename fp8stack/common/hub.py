@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.errors import UserError, quoted, require
 from fp8stack.common.io import storage_errors
 from fp8stack.common.terminal import is_terminal
 
@@ -172,13 +172,11 @@ def folder_in_cache(repository: Repository) -> Path | None:
 
 def _hub(needed_by: str) -> Any:
     """Import huggingface_hub, without progress bars if stderr is not a terminal."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError:
-        hint = "Install it: pip install huggingface_hub."
-        raise UserError(f"{quoted(needed_by)} needs huggingface_hub. {hint}") from None
+    require("huggingface_hub", quoted(needed_by))
+    import huggingface_hub
+    import huggingface_hub.errors
+    import huggingface_hub.utils
+
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     hub: Any = huggingface_hub
     if not is_terminal(sys.stderr):

@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.errors import UserError, quoted, require
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.corpus import Segment, Separator
 
@@ -27,12 +27,9 @@ def is_parquet(path: Path) -> bool:
 def open_zst(file: IO[bytes]) -> Any:
     """The unpacked bytes of a file. Raises a UserError if pyarrow is missing, and an OSError, also
     while they are read, if the data are damaged or end within a frame."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError(
-            f"Reading {file.name} needs pyarrow. Install it with `pip install pyarrow`."
-        ) from error
+    require("pyarrow", f"Reading {file.name}")
+    import pyarrow
+
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
 
@@ -40,13 +37,10 @@ def open_zst(file: IO[bytes]) -> Any:
 def open_parquet(path: Path) -> Iterator[Any]:
     """A context with a `pyarrow.parquet.ParquetFile`. Raises a UserError if pyarrow is missing, or
     if the file cannot be read, then or later in the context."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"Reading {path} needs pyarrow. Install it with `pip install pyarrow`."
-        ) from error
+    require("pyarrow", f"Reading {path}")
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             yield file

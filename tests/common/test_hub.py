@@ -109,7 +109,7 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: Hub, files, refused
 
 def test_without_huggingface_hub_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    message = "hf:a/b needs huggingface_hub. Install it: pip install huggingface_hub."
+    message = "hf:a/b needs huggingface_hub: pip install huggingface_hub"
     assert refusal(find_source, "hf:a/b") == message
 
 

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fp8stack.common.errors import UserError, quoted, unknown
+from fp8stack.common.errors import UserError, quoted, require, unknown
 from fp8stack.data.files import is_saved
 from fp8stack.data.parquet import open_parquet, read_column, values_of
 from fp8stack.data.prepare.inputs import Source
@@ -145,7 +145,7 @@ def _parquet(source: Source, text_key: str) -> Texts:
 
 def _dataset(source: Source, text_key: str) -> Texts:
     """The rows of an arrow file, of a folder of `save_to_disk` or of a dataset of the Hub."""
-    datasets = _library()
+    datasets = _library(source)
     try:
         if source.kind == "hf":
             stream = _open_dataset(datasets, source.path)
@@ -198,15 +198,11 @@ def _text_in(value: object, where: str) -> str:
     return value
 
 
-def _library() -> Any:
+def _library(source: Source) -> Any:
     """The package datasets, silenced. Raises a UserError if it is missing."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            "Datasets and arrow files need the extra 'data'. Install it: pip install '.[data]' in "
-            "the folder of fp8stack, or pip install datasets."
-        ) from None
+    require("datasets", f"Reading {source.path}")
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL + 1)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry

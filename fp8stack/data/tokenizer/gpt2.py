@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.errors import UserError, quoted, require
 from fp8stack.data.tokenizer.base import Tokenizer
 from fp8stack.data.tokenizer.byte_level import bpe_json, written
 
@@ -66,11 +66,9 @@ class Gpt2Tokenizer(Tokenizer):
 def load_gpt2() -> Gpt2Tokenizer:
     """GPT-2's tokenizer, downloaded by tiktoken unless it has it already. Raises a UserError if
     tiktoken is missing or cannot download it."""
-    try:
-        import tiktoken
-    except ImportError:
-        hint = "Install it: pip install tiktoken."
-        raise UserError(f"The tokenizer 'gpt2' needs tiktoken. {hint}") from None
+    require("tiktoken", "The tokenizer 'gpt2'")
+    import tiktoken
+
     try:
         return Gpt2Tokenizer(tiktoken.get_encoding("gpt2"))
     except (OSError, ValueError) as error:

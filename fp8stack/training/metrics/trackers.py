@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout, suppress
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, require
 from fp8stack.common.io import read_json, write_atomically
 from fp8stack.planning.run_config import RunConfig, to_toml
 
@@ -28,8 +27,7 @@ def build_trackers(config: RunConfig, folder: Path, *, resumed: bool) -> list[Ge
     kinds = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
     enabled = [package for package in kinds if getattr(config, package)]
     for package in enabled:
-        if find_spec(package) is None:
-            raise UserError(f"--{package} needs the package {package}: pip install {package}")
+        require(package, f"--{package}")
     return [kinds[package](config, folder, resumed) for package in enabled]
 
 

@@ -9,6 +9,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO, TextIOWrapper
@@ -254,6 +255,12 @@ def test_bad_input_is_one_line_before_anything_is_trained(case, refused, tmp_pat
     flags, expected = BAD[case]
     assert expected in refused("compare", "--recipes", "fp32,bf16", "--out", "c", *SMALL, *flags)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["compare", "bench step"])
+def test_without_scipy_a_line_says_what_to_install(name, refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    refused(*name.split(), message=f"fp8stack {name} needs scipy: pip install scipy")
 
 
 # Whole comparisons

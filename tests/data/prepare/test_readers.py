@@ -276,7 +276,7 @@ def test_an_input_that_cannot_be_used_is_refused_by_name(name, phrase, tmp_path,
     ("package", "name", "phrase"),
     [
         ("pyarrow", "a.jsonl.zst", "pip install pyarrow"),
-        ("datasets", "hf:owner/name", "need the extra 'data'"),
+        ("datasets", "hf:owner/name", "pip install datasets"),
     ],
 )
 def test_a_package_that_is_missing_is_named(package, name, phrase, tmp_path, out, monkeypatch):

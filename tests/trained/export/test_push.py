@@ -149,7 +149,7 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(run, refuse
     words = ["--push", "me/mine", "--format", "safetensors"]
     refused(*export, *words, message="--push needs --format hf or fp8.")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refused(*export, "--push", "me/mine", message="--push needs huggingface_hub. Install it")
+    refused(*export, "--push", "me/mine", message="--push needs huggingface_hub: pip install")
 
 
 EVIL = "a<img src=x>`<script>`|[x](http://y)*b*\n# c\x1b[2J\u202e&amp;~~\\$"

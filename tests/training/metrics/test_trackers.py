@@ -214,7 +214,7 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
 def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, package, None)
     config = RunConfig.model_validate({package: True})
     with pytest.raises(UserError, match=f"--{package} needs .*: pip install {package}$"):
         trackers.build_trackers(config, tmp_path, resumed=False)
@@ -234,11 +234,7 @@ def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
 ):
     started: list[str] = []
 
-    def find_spec(name: str) -> bool:
-        started.append(name)
-        return True
-
-    monkeypatch.setattr(trackers, "find_spec", find_spec)
+    monkeypatch.setattr(trackers, "require", lambda name, needed_by: started.append(name))
     assert command("pretrain", *TINY, "--recipe", "fp32", "--out", "r") == 0
     named = {"tensorboard": True, "trackio": True, "wandb": True}
     text = (tmp_path / "r/run.toml").read_text()
