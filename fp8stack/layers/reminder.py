@@ -48,10 +48,9 @@ class StateReminder:
         if self.due:
             self._warned = True
             log.warning(
-                "Weights were loaded into a converted model, its FP8 state was not: its scales or "
-                "draw counters are not those that the weights were saved with. Save "
-                "fp8stack.fp8_state(model) beside the weights, and after convert restore it with "
-                "fp8stack.load_fp8_state(model, state)."
+                "Weights were loaded into a converted model, its FP8 state was not. If they were "
+                "trained in FP8, save fp8stack.fp8_state(model) beside them, and after convert "
+                "restore it with fp8stack.load_fp8_state(model, state)."
             )
         self.due = self._state_loaded = False
 

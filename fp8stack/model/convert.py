@@ -84,8 +84,8 @@ def convert(
     Raises:
         UserError: an argument has the wrong type; there is nothing to convert, or no layer would be
             in FP8; the recipe has a dtype for attention or the residual stream; a pattern or class
-            matches no layer; the module is converted already; under `strict`, the hardware cannot
-            serve a layer.
+            matches no layer; the module is converted already; the plan is strict and the hardware
+            cannot serve a layer.
     """
     if plan is not None and recipe is not None:
         raise UserError("convert takes a plan or a recipe, not both: leave one out.")

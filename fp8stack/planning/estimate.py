@@ -98,10 +98,11 @@ class Answer:
         least = max(
             (phase.estimates[self.checkpointing] for phase in self.phases), key=lambda e: e.floor
         )
+        lasts = least.floor > self.memory  # what is kept without any batch does not fit
         is_set = {
             "--optimizer adamw8bit": self.run["optimizer"] == "adamw8bit",
-            "a shorter --context": least.floor > self.memory,
-            "--activation-checkpointing block": self.checkpointing == "block",
+            "a shorter --context": lasts,
+            "--activation-checkpointing block": lasts or self.checkpointing == "block",
         }
         ways = [way for way, skip in is_set.items() if not skip]
         return (

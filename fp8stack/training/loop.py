@@ -62,7 +62,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     row_settings = (config.steps, run.step, config.log_every)
     display = Display(*row_settings)  # silent: only the main rank prints
     if run.ranks.is_main:
-        say(*describe_run(run))
+        say(*describe_run(run, peak))
         if run.step == config.steps:
             say("the only step is done" if run.step == 1 else f"all {run.step} steps are done")
         display = open_display(*row_settings)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fp8stack.analysis.conform import gemms, histories
 from fp8stack.analysis.conform.checks import Context
 from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import MLP
@@ -516,9 +517,7 @@ def block_calls(te, options=None, **model):
     return kinds(te)
 
 
-@pytest.mark.parametrize(
-    ("activation", "te_name"), [("gelu_tanh", "gelu"), ("relu2", "srelu"), ("swiglu", "swiglu")]
-)
+@pytest.mark.parametrize(("activation", "te_name"), TRANSFORMER_ENGINES.items())
 @pytest.mark.parametrize(("norm", "te_norm"), [("layernorm", "LayerNorm"), ("rmsnorm", "RMSNorm")])
 def test_norms_and_activations_are_fused(te, norm, te_norm, activation, te_name):
     bias = norm == "layernorm"

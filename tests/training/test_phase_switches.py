@@ -25,7 +25,7 @@ from fp8stack.training.metrics.console import describe_run
 from fp8stack.training.setup.build import COLD
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
-from tests.support.small_loop import SmallLoop, changed
+from tests.support.small_loop import PEAK, SmallLoop, changed
 
 # 12 steps: 1 to 3 in bf16, 4 to 9 in the run's recipe, 10 to 12 in fp32.
 PHASES = """
@@ -273,10 +273,10 @@ def test_what_cannot_be_is_refused_at_the_start(recipe, keys, message, tmp_path,
 def test_a_phase_without_steps_is_told(tmp_path):
     small_run = partial(SmallLoop, recipe="delayed", phases="default", steps=4, decay_fraction=1.0)
     run = small_run(tmp_path / "r").run
-    assert any("stable has no steps" in line for line in describe_run(run))
+    assert any("stable has no steps" in line for line in describe_run(run, PEAK))
     reason = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
     assert (run.plan_json()["asked"], run.plan_json()["reasons"][0]) == ("delayed", reason)
-    assert reason in describe_run(run)
+    assert reason in describe_run(run, PEAK)
     with pytest.raises(UserError, match=f"--strict: {reason}. Give more --steps"):
         small_run(tmp_path / "s", strict=True, backend="emulate")
 
@@ -327,19 +327,21 @@ def test_delayed_scaling_without_warm_up_is_warned_of_and_the_remedy_is_one(tmp_
 
 
 @pytest.mark.full
-def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path):
+def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, capsys):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
     run, log = small.run, small.loop.metrics
     run.state.plans = tuple(
         replace(plan, device="cuda", native=True, compute_dtype="bf16") for plan in run.plans
     )
     log.run = replace(run, hardware=Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3"))
+    capsys.readouterr()
     rates = []
     for index in (0, 1):
         run.use(index)
         log.update_peak()
         rates.append(log.peak.tflops)
     assert rates == [989, 1979]
+    assert "peak for MFU: 1979 TFLOP/s " in capsys.readouterr().out
 
 
 @pytest.mark.full

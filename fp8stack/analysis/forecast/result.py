@@ -116,9 +116,9 @@ class ForecastResult(Record):
         if not interval:
             return f"loss gap of {expected.recipe}: {gap}, {expected.note}"
         return (
-            f"loss gap to expect of {expected.recipe}: {gap} (90 % interval {interval}) at "
-            f"{self.tokens / self.active_parameters:.3g} tokens per parameter; rests on "
-            f"{', '.join(expected.sources)} (fp8stack forecast)"
+            f"loss gap to expect of {expected.recipe}: {gap} in the mean of many runs (90 % "
+            f"interval {interval}) at {self.tokens / self.active_parameters:.3g} tokens per "
+            f"parameter; rests on {', '.join(expected.sources)} (fp8stack forecast)"
         )
 
 

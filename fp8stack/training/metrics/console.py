@@ -39,7 +39,7 @@ class Display:
     def note(self, *lines: str, keep: str = "") -> None:
         """Print lines that stay, without escaping the control characters in `keep`."""
 
-    def step(self, row: dict[str, Any], peak: Peak, seconds_left: float | None) -> None:
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """Show a logged step by its row of metrics; `seconds_left` is None if unknown."""
 
     def has_row(self, step: int) -> bool:
@@ -50,7 +50,7 @@ class Display:
         """Restore the terminal."""
 
 
-def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
+def describe(row: dict[str, Any], steps: int) -> str:
     """The log line of a step, without the time left."""
     norm, mfu = row["grad_norm"], row["mfu"]
     figures = [
@@ -69,7 +69,7 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     figures += [
         f"{row['step_ms']:.0f} ms",
         _speed(row),
-        f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}",
+        *([] if mfu is None else [f"MFU {100 * mfu:.0f}%"]),
         f"{row['memory_gib']:.2f} GiB",
         row["precision"],
     ]
@@ -104,8 +104,8 @@ def describe_event(event: dict[str, Any]) -> str:
     return f"guard: step {step}: {done.get(kind, kind)}: {reason}"
 
 
-def describe_run(run: Run) -> list[str]:
-    """The lines printed at the start of a run: machine, plan, model, data and steps."""
+def describe_run(run: Run, peak: Peak) -> list[str]:
+    """The lines printed at the start of a run: machine, plan, model, data, steps, MFU's peak."""
     config = run.config
     sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
     micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
@@ -122,6 +122,7 @@ def describe_run(run: Run) -> list[str]:
         f"steps: {steps}",
         *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
+        str(peak),
         *(["compiling: the first step takes a minute or so"] if run.compiled else []),
         *_graphs(run),
     ]
@@ -184,11 +185,11 @@ class PlainDisplay(Display):
         """See `Display.note`."""
         say(*lines, keep=keep)
 
-    def step(self, row: dict[str, Any], peak: Peak, seconds_left: float | None) -> None:
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
         if self.has_row(row["step"]):
             eta = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
-            say(f"{describe(row, self.steps, peak)} | ETA {eta}")
+            say(f"{describe(row, self.steps)} | ETA {eta}")
 
 
 class RichDisplay(Display):
@@ -210,10 +211,10 @@ class RichDisplay(Display):
         which may interrupt a print."""
         self.progress.urgent = text
 
-    def step(self, row: dict[str, Any], peak: Peak, seconds_left: float | None) -> None:
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
         if self.has_row(row["step"]):
-            self.note(describe(row, self.steps, peak))
+            self.note(describe(row, self.steps))
         self.progress.show(row["step"], f"{_loss(row)} | {_speed(row)}")
 
     def close(self) -> None:

@@ -26,7 +26,9 @@ class MetricsLog:
     def update_peak(self) -> None:
         """Use the peak of the plan that trains now."""
         began = time.perf_counter()
-        self.peak = peak_rate(self.run.hardware, self.run.plan)
+        before, self.peak = self.peak, peak_rate(self.run.hardware, self.run.plan)
+        if self.peak.name != before.name:
+            self.display.note(str(self.peak))
         self.pause(time.perf_counter() - began)  # measuring is not training
 
     def step_done(self) -> None:
@@ -89,7 +91,7 @@ class MetricsLog:
             return
         self.run.folder.append_metrics(row)
         if trained:
-            self.display.step(row, self.peak, self.seconds_left())
+            self.display.step(row, self.seconds_left())
         if val_loss is not None:
             self.display.note(f"step {step}: validation loss {val_loss:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}

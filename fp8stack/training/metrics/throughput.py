@@ -29,6 +29,9 @@ class Peak:
     name: str
     measured: bool = False
 
+    def __str__(self) -> str:
+        return f"peak for MFU: {self.name}{', or the fastest step' if self.measured else ''}"
+
     def mfu(self, tflops: float) -> float | None:
         """`tflops` as a fraction of the peak; at most 1 of a measured one."""
         if not self.tflops:
@@ -39,7 +42,7 @@ class Peak:
         """The peak, or the rate of a step that was faster than the measured peak."""
         if not self.measured or self.tflops is None or tflops <= self.tflops:
             return self
-        return replace(self, tflops=tflops, name=f"{1000 * tflops:.0f} GFLOP/s of the fastest step")
+        return replace(self, tflops=tflops)
 
 
 def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
@@ -56,7 +59,7 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
         rate, name = gpu.peak(plan.units)
         if rate is not None:
             return Peak(tflops=rate, name=f"{rate:g} TFLOP/s {name}")
-    return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
+    return Peak(tflops=None, name=f"unknown for {plan.compute_dtype} on {hardware.name}")
 
 
 def _kinds(hardware: Hardware, plan: Plan) -> set[tuple[ComputeDtype, bool]]:

@@ -23,6 +23,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.layers.observe import (
     Place,
     all_linears,
@@ -219,13 +220,14 @@ class Telemetry:
         if not isinstance(model, nn.Module):
             raise UserError(f"sampling takes a model (torch.nn.Module), not {described(model)}.")
         planned = {layer.name for layer in self.plan.layers}
-        linears = all_linears(model)
-        if planned and planned.isdisjoint(linears):
+        linears, in_fp8 = all_linears(model), self.plan.runs_fp8
+        kind = LowPrecisionLayer if in_fp8 else nn.Module  # in FP8, or made to be
+        if planned and not any(isinstance(linears.get(name), kind) for name in planned):
             raise UserError(
-                f"sampling: {described(model)} has no layer '{min(planned)}', which the plan has. "
+                f"sampling: {described(model)} has no layer '{min(planned)}' as the plan has it. "
                 "Give the model that was converted or built, such as the `module` of DDP."
             )
-        if self.plan.runs_fp8:
+        if in_fp8:
             return fp8_linears(model)
         return {
             path: module

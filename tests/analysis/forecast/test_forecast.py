@@ -53,7 +53,7 @@ def test_a_gap_is_told_in_percent_in_nats_and_in_tokens_with_its_sources():
     assert "delayed: known from models of 0.1M to 0.9M parameters alone" in text
     assert type(result).model_validate_json(result.model_dump_json()) == result
     sentence = result.sentence()
-    assert sentence.startswith(f"loss gap to expect of nvfp4: {nvfp4.percent.mean:+.2f} % (90 % ")
+    assert sentence.startswith(f"loss gap to expect of nvfp4: {nvfp4.percent.mean:+.2f} % in the ")
     assert "19.9 tokens per parameter; rests on Quartet II, nanochat" in sentence
     # The factor of FP8 is set.
     assert delayed.percent.high / delayed.percent.mean == pytest.approx(3.0, rel=0.05)

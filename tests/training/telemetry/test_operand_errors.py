@@ -297,6 +297,7 @@ def _sampled_with(model: Any) -> None:
     ("ask", "words"),
     [
         (lambda: _sampled_with(nn.Sequential()), ("a Sequential has no layer", "the plan has")),
+        (lambda: _sampled_with(gpt(plan_of("fp32"))), ("has no layer", "as the plan has it")),
         (lambda: _sampled_with(None), ("sampling takes a model (torch.nn.Module), not None",)),
         (lambda: Telemetry(gpt(plan_of("current"))), ("plan_of(model), not a GPT",)),  # type: ignore[arg-type]
         (lambda: Telemetry(plan_of("current"), every=1.5), ("every 1.5 is no number of steps",)),  # type: ignore[arg-type]
