@@ -100,7 +100,8 @@ class Answer:
         )
         lasts = least.floor > self.memory  # what is kept without any batch does not fit
         is_set = {
-            "--optimizer adamw8bit": self.run["optimizer"] == "adamw8bit",
+            "--optimizer adamw8bit": self.run["optimizer"] == "adamw8bit"
+            or least.floor - 0.7 * least.optimizer > self.memory,
             "a shorter --context": lasts,
             "--activation-checkpointing block": lasts or self.checkpointing == "block",
         }

@@ -87,7 +87,8 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
         reason = getattr(error, "strerror", None) or "that is no path"
         raise UserError(f"Cannot read '{quoted(str(path))}': {reason}.") from error
     raise UserError(
-        f"No run and no checkpoint at '{quoted(str(path))}'. Give a run's folder or a checkpoint's."
+        f"No run and no checkpoint at '{quoted(str(path))}'. Give the folder of one, or hf: and "
+        "that of a model of transformers."
     )
 
 

@@ -191,13 +191,18 @@ class Run:
         self.state.step = checkpoint.step
 
     def plan_json(self) -> dict[str, Any]:
-        """The main plan as JSON data, with the requested recipe, and the phases if any."""
-        plan = self.main_plan.to_json() | {"asked": presets.label(self.config.recipe)}
-        # `config`, not `schedule`, names the run's copies of recipe files.
-        if warning := never_asked_for(self.config, phases_in(self.config)):
+        """The plan of the requested recipe as JSON data, the main plan if no phase has it, and the
+        phases if any."""
+        recipe = self.config.recipe
+        phase_plans = [self.plans[index] for index in self.schedule.indices]
+        phases = phases_in(self.config)  # `config` names the run's copies of recipe files
+        requested = (
+            ran for phase, ran in zip(phases, phase_plans, strict=True) if phase.recipe == recipe
+        )
+        plan = next(requested, self.main_plan).to_json() | {"asked": presets.label(recipe)}
+        if warning := never_asked_for(self.config, phases):
             plan["reasons"] = [warning, *plan["reasons"]]
         if self.config.phases:
-            phase_plans = [self.plans[index] for index in self.schedule.indices]
             plan["phases"] = [
                 asdict(phase) | {"precision": ran.precision, "compute_dtype": ran.compute_dtype}
                 for phase, ran in zip(self.schedule.phases, phase_plans, strict=True)

@@ -118,7 +118,7 @@ def plan_run(
     kind = config.activation_checkpointing
     for plan in plans if config.compile else ():
         (require_compiler if will_train else require_compilable)(plan, kind)
-    require_optimizer(config, hardware, ranks)
+    require_optimizer(config, hardware, ranks, will_train=will_train)
     planned = RunPlans(
         config=config,
         model=model,

@@ -270,6 +270,14 @@ def test_what_cannot_be_is_refused_at_the_start(recipe, keys, message, tmp_path,
     assert not Path("r/run.toml").exists()
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_the_plan_of_a_run_is_that_of_its_recipe_whatever_its_other_phases_are_in(recipe, tmp_path):
+    phases = ({"name": "shared", "recipe": "delayed", "until": 2}, {"name": "own"})
+    plan = SmallLoop(tmp_path / "r", recipe, phases=phases).run.plan_json()
+    assert (plan["asked"], plan["recipe"]["name"]) == (recipe, recipe)
+    assert any(layer["fp8"] for layer in plan["layers"]) == (recipe == "current")
+
+
 def test_a_phase_without_steps_is_told(tmp_path):
     small_run = partial(SmallLoop, recipe="delayed", phases="default", steps=4, decay_fraction=1.0)
     run = small_run(tmp_path / "r").run

@@ -25,9 +25,12 @@ _TAKES_NO_SHARDS = {
 }
 
 
-def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
-    """Raise a UserError if the optimizer needs something that this machine lacks, or torch lacks it
-    for FSDP2. Call this before anything is built or written."""
+def require_optimizer(
+    config: RunConfig, hardware: Hardware, ranks: int, *, will_train: bool = True
+) -> None:
+    """Raise a UserError if the optimizer needs something that the machine lacks, or torch lacks it
+    for FSDP2; if this one `will_train`, packages and compilers too. Call this before anything is
+    built or written."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
     if name in _TAKES_NO_SHARDS and ranks > 1 and config.parallel == "fsdp":
         raise UserError(
@@ -36,8 +39,9 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
         )
     if name in ("adamw", "sgd", "muon"):
         return
-    low_bit_optimizers()
-    require_tools(hardware.device, f"optimizer {name}", instead)
+    if will_train:
+        low_bit_optimizers()
+        require_tools(hardware.device, f"optimizer {name}", instead)
     old = hardware.capability is not None and hardware.capability < (8, 9)
     if name == "adamwfp8" and (old or hardware.other_gpu):
         raise UserError(

@@ -72,6 +72,7 @@ def test_what_was_written_is_json_on_request(run, command, capsys):
     assert printed.err.splitlines() == [f"note: {note}" for note in result["notes"]]
     card = Path("x", CARD).read_text()
     assert "compressed-tensors" in front_matter(card)["tags"]
+    assert "\ntransformers needs `compressed-tensors` for it; vLLM:\n" in card
     assert "vllm serve" in card
     assert command("export", "run", "--out", "y", "--format", "safetensors") == 0
     assert not Path("y", CARD).exists()
