@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -108,7 +110,12 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     """Compare the GEMMs, casts, quantized operands and module steps of a real optimizer step with
     the plan's, and return the plan's operations."""
     recorder, steps = record(config, plan, passes)
-    assert steps == list(trace_of(config, plan).all_steps())
+    # Within a module, eager code may cast the bias after the operand.
+    ran, planned = (
+        [(path, Counter(group)) for path, group in groupby(x, attrgetter("path"))]
+        for x in (steps, trace_of(config, plan).all_steps())
+    )
+    assert ran == planned
     operations = operations_of(config, plan)
     assert recorder.gemms == gemms_of(operations, passes)
     casts, quantized = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
