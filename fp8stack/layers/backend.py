@@ -297,7 +297,8 @@ def continue_from(backend: Backend, delayed: DelayedScaling) -> None:
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """The state of a model's quantizers: `<module path>.<operand>.amax_history` and `.scale` of
     delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64. Tensors of a
-    grouped linear have one more dimension at the end, of its groups.
+    grouped linear have one more dimension at the end, of its groups. Several ranks first call
+    `fp8stack.delayed_scaling_of(module).apply_pending_update()`, which reduces their amaxes.
 
     Empty unless the recipe has one of the two. Paths begin at the model that was built or
     converted, also if `module` wraps it; if several submodules of `module` were converted
