@@ -34,7 +34,7 @@ PARTS = {
     "parameters": "float32 master weights, tied ones once, the vocabulary padded",
     "gradients": "float32, as many",
     "optimizer": "its state after a step",
-    "fp8_weights": "copies of weights in FP8 or bf16 that are kept until the weights change",
+    "cast_weights": "copies of weights in FP8 or bf16 that are kept until the weights change",
     "buffers": "amax histories and scales of delayed scaling, RoPE's tables, random draws",
     "gathered": "FSDP2: whole weights of the root and two blocks, gradients of head and block",
     "weight_copies": "weights cast for a micro-batch's GEMMs and kept for its backward pass",
@@ -87,7 +87,7 @@ class Estimate:
     parameters: int
     gradients: int
     optimizer: int
-    fp8_weights: int
+    cast_weights: int
     buffers: int
     gathered: int
     weight_copies: int
@@ -111,7 +111,7 @@ class Estimate:
     @property
     def lasting(self) -> int:
         """Memory in use throughout a step."""
-        return self.parameters + self.optimizer + self.fp8_weights + self.buffers + self.gathered
+        return self.parameters + self.optimizer + self.cast_weights + self.buffers + self.gathered
 
     @property
     def floor(self) -> int:
@@ -173,7 +173,7 @@ def estimate(setting: Setting) -> Estimate:
         parameters=parameters,
         gradients=parameters,
         optimizer=optimizer_bytes(shapes, setting.optimizer, setting.momentum, ranks),
-        fp8_weights=cached,
+        cast_weights=cached,
         buffers=_buffers(config, plan),
         gathered=_gathered(plan, shapes) if shares_out else 0,
         weight_copies=sum(block.weight_copies for block in blocks.values()) + copied["loss"],

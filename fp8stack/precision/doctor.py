@@ -62,7 +62,8 @@ def show(hardware: Hardware, console: Console) -> None:
     if hardware.te_version and hardware.capability is None:
         unused = f" (of no use on {kind_of(hardware)})"
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
-    write(f"software: {', '.join(software)}")
+    kind = "assumed software" if hardware.name.startswith("assumed") else "software"
+    write(f"{kind}: {', '.join(software)}")
     compiles = f"no torch.compile: {hardware.compiler_problem}" * bool(hardware.compiler_problem)
     for remedy in filter(None, (hardware.gpu_problem, _te_remedy(hardware), compiles)):
         write(remedy)

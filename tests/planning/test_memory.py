@@ -224,7 +224,7 @@ def test_weights_that_layers_keep_are_estimated_to_the_byte(recipe, backend):
     low: list[Any] = [x for x in model.modules() if isinstance(x, LowPrecisionLayer)]
     tensors += [layer.casts["weight"].copies for layer in low if layer.casts]
     # All but the scales of one per tensor.
-    assert estimate(setting).fp8_weights == bytes_of([x for x in tensors if x.numel() > 1])
+    assert estimate(setting).cast_weights == bytes_of([x for x in tensors if x.numel() > 1])
 
 
 def test_amax_histories_and_tables_of_rope_are_estimated():
@@ -255,7 +255,7 @@ def test_fsdp_shards_tensors_that_ddp_replicates():
     _, in_bf16 = build("llama", "bf16")
     low = estimate(replace(in_bf16, ranks=4, parallel="fsdp"))
     assert low.gathered < fsdp.gathered
-    assert low.weight_copies == low.fp8_weights == 0
+    assert low.weight_copies == low.cast_weights == 0
 
 
 @pytest.mark.capability("C2")
@@ -434,7 +434,7 @@ def test_quantized_operands_take_their_bits_and_scales(recipe, has_te, size):
     elements = sum(layer.in_features * layer.out_features for layer in linears)
     memory, in_bf16 = estimate(setting), estimate(plain)
     head = 0 if has_te else 2 * config.width * setting.plan.layer("lm_head").out_features
-    assert memory.fp8_weights == 2 * elements * size + head  # both copies, and bf16
+    assert memory.cast_weights == 2 * elements * size + head  # both copies, and bf16
     # In place of bf16 inputs. Attention saves that of the linear after it too.
     inputs = sum(
         layer.in_features * (size - 2 * (not layer.name.endswith("attention.output")))
