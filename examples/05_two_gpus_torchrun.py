@@ -47,10 +47,8 @@ for step in range(args.steps):
     if rank == 0 and (step + 1) % 5 == 0:
         print(f"step {step + 1}: loss {loss.item() / (1 if gpus else ranks):.4f}")
 
-# The update that the next pass would begin with: then all ranks have the same state, to the bit,
-# and one rank saves it.
-delayed = fp8stack.delayed_scaling_of(model)
-if delayed is not None:
+# After the update, all ranks have the same state, to the bit, and one rank saves it.
+if (delayed := fp8stack.delayed_scaling_of(model)) is not None:
     delayed.apply_pending_update()
 for name, value in fp8stack.fp8_state(model).items():
     first = value.clone()

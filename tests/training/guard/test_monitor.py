@@ -293,7 +293,7 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
     monkeypatch.setattr(loop, "evaluate", taking(1000, evaluate))
     monkeypatch.setattr(loop, "save", taking(5000, save))
     etas: list[float | None] = []
-    monkeypatch.setattr(loop.display, "step", lambda step, line, eta: etas.append(eta))
+    monkeypatch.setattr(loop.display, "step", lambda row, eta: etas.append(eta))
     small.advance(11)
     # At the first row, that of step 4, without the first step, which compiles.
     assert etas[0] == (2 + 3 + 4) / 3 * 7
