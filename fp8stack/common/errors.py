@@ -32,7 +32,7 @@ class MissingRequirement(UserError):
 def require(package: str, needed_by: str) -> None:
     """Raise a MissingRequirement that says what to install if `package` is not installed."""
     if find_spec(package) is None:
-        raise MissingRequirement(f"{needed_by} needs {package}: pip install {package}")
+        raise MissingRequirement(f"{quoted(needed_by)} needs {package}: pip install {package}")
 
 
 class NoUsableCheckpoint(UserError):

@@ -172,7 +172,7 @@ def folder_in_cache(repository: Repository) -> Path | None:
 
 def _hub(needed_by: str) -> Any:
     """Import huggingface_hub, without progress bars if stderr is not a terminal."""
-    require("huggingface_hub", quoted(needed_by))
+    require("huggingface_hub", needed_by)
     import huggingface_hub
     import huggingface_hub.errors
     import huggingface_hub.utils

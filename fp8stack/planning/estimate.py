@@ -98,14 +98,16 @@ class Answer:
         least = max(
             (phase.estimates[self.checkpointing] for phase in self.phases), key=lambda e: e.floor
         )
-        lasts = least.floor > self.memory  # what is kept without any batch does not fit
-        is_set = {
+        without_batch = least.floor > self.memory  # activations are not what is too much
+        # 8-bit moments take a quarter of float32's, but the embeddings' stay float32.
+        in_8_bits = least.floor - 0.7 * least.optimizer
+        is_useless = {
             "--optimizer adamw8bit": self.run["optimizer"] == "adamw8bit"
-            or least.floor - 0.7 * least.optimizer > self.memory,
-            "a shorter --context": lasts,
-            "--activation-checkpointing block": lasts or self.checkpointing == "block",
+            or in_8_bits > self.memory,
+            "a shorter --context": without_batch,
+            "--activation-checkpointing block": without_batch or self.checkpointing == "block",
         }
-        ways = [way for way, skip in is_set.items() if not skip]
+        ways = [way for way, skip in is_useless.items() if not skip]
         return (
             f"No batch fits into {gib(self.memory)}: weights take {gib(least.parameters)}, "
             f"gradients {gib(least.gradients)}, the optimizer {gib(least.optimizer)}; with all "

@@ -221,7 +221,7 @@ class Telemetry:
             raise UserError(f"sampling takes a model (torch.nn.Module), not {described(model)}.")
         planned = {layer.name for layer in self.plan.layers}
         linears, in_fp8 = all_linears(model), self.plan.runs_fp8
-        kind = LowPrecisionLayer if in_fp8 else nn.Module  # in FP8, or made to be
+        kind = LowPrecisionLayer if in_fp8 else nn.Module  # the guard may have taken it out of FP8
         if planned and not any(isinstance(linears.get(name), kind) for name in planned):
             raise UserError(
                 f"sampling: {described(model)} has no layer '{min(planned)}' as the plan has it. "
